@@ -1,0 +1,69 @@
+"""EngineConfig: every run-time setting, once. YAML file, environment, CLI flags and Python all read this class.
+
+Plain data, validated on construction. A field is `kv_cache_memory` in Python and YAML, `--kv-cache-memory` as a flag
+and `OCTAVO_KV_CACHE_MEMORY` in the environment; the help text of each lives in its metadata.
+Not here: hyperparameters of the model (model_config.py), settings of one request (sampling_params.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from octavo.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def parse_bytes(value: str | int) -> int:
+    """2147483648 from "2GiB", "2G", "2048MiB" or the number itself. Raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    if not match or match[2].lower() not in _UNITS:
+        raise ConfigError(f"not a memory size: {value!r} (write for example 2GiB or 512MiB)")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: str = _setting("smollm2", "short name, folder, .gguf file or Hugging Face id")
+    revision: str | None = _setting(None, "revision of a Hugging Face id")
+    backend: Literal["auto", "cpu", "reference", "torch"] = _setting("auto", "who computes; auto: native kernels, else the NumPy reference")
+    device: str = _setting("cpu", "torch device; only with --backend torch")
+    op_backends: str = _setting("", "override single ops, for example rms_norm=reference,attend=reference")
+    threads: int = _setting(0, "threads of the native kernels; 0: what affinity and cgroup allow")
+    kv_cache_memory: int | str = _setting("2GiB", "memory of the KV pool")
+    kv_dtype: Literal["auto", "f32", "f16", "bf16"] = _setting("auto", "what the KV pool stores; auto: bf16 on native kernels, f32 on the reference")
+    num_kv_blocks: int | None = _setting(None, "size of the KV pool in blocks, instead of kv_cache_memory")
+    block_size: int = _setting(16, "tokens in a KV block")
+    max_model_len: int | None = _setting(None, "longest sequence, prompt and answer; default: the model's own")
+    max_num_batched_tokens: int = _setting(512, "tokens computed in one step")
+    max_num_seqs: int = _setting(64, "sequences running at once")
+    max_prefill_batch_size: int = _setting(16, "requests given more than one token in a step")
+    max_decode_batch_size: int = _setting(64, "requests given one token in a step")
+    max_waiting_requests: int = _setting(10_000, "requests queued before new ones are refused")
+    max_stalled_steps: int = _setting(8, "most steps in a row a running stream or the first waiting prompt gets nothing")
+    enable_prefix_caching: bool = _setting(True, "share KV blocks of equal prefixes")
+    seed: int | None = _setting(None, "base seed of requests that bring none")
+    event_history: int = _setting(4096, "steps whose events are kept in memory")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        positive = ("kv_cache_memory", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_prefill_batch_size",
+                    "max_decode_batch_size", "max_waiting_requests", "max_stalled_steps", "event_history")
+        for name in (*positive, *(n for n in ("num_kv_blocks", "max_model_len") if getattr(self, n) is not None)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if not isinstance(self.threads, int) or self.threads < 0:
+            raise ConfigError(f"threads must be 0 or a positive integer, got {self.threads!r}")
+        if self.backend not in ("auto", "cpu", "reference", "torch"):
+            raise ConfigError(f"backend must be auto, cpu, reference or torch, got {self.backend!r}")
+        if self.kv_dtype not in ("auto", "f32", "f16", "bf16"):
+            raise ConfigError(f"kv_dtype must be auto, f32, f16 or bf16, got {self.kv_dtype!r}")
