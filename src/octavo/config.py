@@ -9,21 +9,36 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}  # fmt: skip
+
+#: Counts and sizes beyond these can only be mistakes, and would fail later in an allocation.
+_MAX_COUNT = 2**31 - 1
+_MAX_BYTES = 2**63 - 1
+_OPTIONAL = frozenset({"revision", "num_kv_blocks", "max_model_len", "seed"})
+_POSITIVE = (
+    "kv_cache_memory", "num_kv_blocks", "block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
+    "max_prefill_batch_size", "max_decode_batch_size", "max_waiting_requests", "max_stalled_steps", "event_history",
+)  # fmt: skip
 
 
-def parse_bytes(value: str | int) -> int:
-    """2147483648 from "2GiB", "2G", "2048MiB" or the number itself. Raises ConfigError."""
+def parse_bytes(value: str | int, name: str = "kv_cache_memory") -> int:
+    """2147483648 from "2GiB", "2G", "2048MiB" or the number itself. Raises ConfigError naming the setting `name`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", value if isinstance(value, str) else "", re.ASCII)
     if not match or match[2].lower() not in _UNITS:
-        raise ConfigError(f"not a memory size: {value!r} (write for example 2GiB or 512MiB)")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+        raise ConfigError(f"not a memory size for {name}: {shown(value)} (write for example 2GiB or 512MiB)")
+    return int(Fraction(match[1]) * _UNITS[match[2].lower()])
+
+
+def _is_integer(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -39,7 +54,9 @@ class EngineConfig:
     op_backends: str = _setting("", "override single ops, for example rms_norm=reference,attend=reference")
     threads: int = _setting(0, "threads of the native kernels; 0: what affinity and cgroup allow")
     kv_cache_memory: int | str = _setting("2GiB", "memory of the KV pool")
-    kv_dtype: Literal["auto", "f32", "f16", "bf16"] = _setting("auto", "what the KV pool stores; auto: bf16 on native kernels, f32 on the reference")
+    kv_dtype: Literal["auto", "f32", "f16", "bf16"] = _setting(
+        "auto", "what the KV pool stores; auto: bf16 on native kernels, f32 on the reference"
+    )
     num_kv_blocks: int | None = _setting(None, "size of the KV pool in blocks, instead of kv_cache_memory")
     block_size: int = _setting(16, "tokens in a KV block")
     max_model_len: int | None = _setting(None, "longest sequence, prompt and answer; default: the model's own")
@@ -55,15 +72,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
-        positive = ("kv_cache_memory", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_prefill_batch_size",
-                    "max_decode_batch_size", "max_waiting_requests", "max_stalled_steps", "event_history")
-        for name in (*positive, *(n for n in ("num_kv_blocks", "max_model_len") if getattr(self, n) is not None)):
+        for name in _POSITIVE:
+            value, most = getattr(self, name), _MAX_BYTES if name == "kv_cache_memory" else _MAX_COUNT
+            if not _is_integer(value, 1, most) and not (value is None and name in _OPTIONAL):
+                raise ConfigError(f"{name} must be a positive integer (at most {most}), got {shown(value)}")
+        if not _is_integer(self.threads, 0, _MAX_COUNT):
+            raise ConfigError(f"threads must be 0 or a positive integer, got {shown(self.threads)}")
+        if self.seed is not None and not _is_integer(self.seed, -(2**63), 2**64 - 1):
+            raise ConfigError(f"seed must be an integer in [-2**63, 2**64), got {shown(self.seed)}")
+        for name, words in (("backend", ("auto", "cpu", "reference", "torch")), ("kv_dtype", ("auto", "f32", "f16", "bf16"))):
+            if getattr(self, name) not in words:
+                raise ConfigError(f"{name} must be {', '.join(words[:-1])} or {words[-1]}, got {shown(getattr(self, name))}")
+        for name in ("model", "device", "op_backends", "revision"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
-        if not isinstance(self.threads, int) or self.threads < 0:
-            raise ConfigError(f"threads must be 0 or a positive integer, got {self.threads!r}")
-        if self.backend not in ("auto", "cpu", "reference", "torch"):
-            raise ConfigError(f"backend must be auto, cpu, reference or torch, got {self.backend!r}")
-        if self.kv_dtype not in ("auto", "f32", "f16", "bf16"):
-            raise ConfigError(f"kv_dtype must be auto, f32, f16 or bf16, got {self.kv_dtype!r}")
+            if not isinstance(value, str) and not (value is None and name in _OPTIONAL):
+                raise ConfigError(f"{name} must be text, got {shown(value)}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching must be true or false, got {shown(self.enable_prefix_caching)}")

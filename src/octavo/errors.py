@@ -8,6 +8,15 @@ Not here: control flow inside the engine, which never uses exceptions to pass re
 from __future__ import annotations
 
 
+def shown(value: object, limit: int = 80) -> str:
+    """repr of a hostile value for a message: one short line, whatever it is (repr of an integer of 5000 digits raises)."""
+    try:
+        text = repr(value)
+    except Exception:  # a value's own repr may raise anything
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 class OctavoError(Exception):
     """Base of every error whose message is meant for the user as it stands (one line, says what to do)."""
 

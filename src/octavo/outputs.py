@@ -109,12 +109,18 @@ class OutputAccumulator:
         self.output = RequestOutput(request_id, prompt, prompt_token_ids, [CompletionOutput(i) for i in range(n)])
 
     def add(self, delta: CompletionDelta) -> None:
+        """Join one delta. Raises ValueError, before anything is changed, for one that breaks the contract of
+        CompletionDelta: after the last of its choice, or without one logprobs entry a token."""
         out = self.output
+        choice = out.outputs[delta.index]
+        if choice.finish_reason is not None:
+            raise ValueError(f"choice {delta.index} of request {delta.request_id} has finished: nothing may follow")
+        if delta.logprobs is not None and len(delta.logprobs) != len(delta.token_ids):
+            raise ValueError(f"{len(delta.logprobs)} logprobs for {len(delta.token_ids)} tokens of request {delta.request_id}")
         out.num_cached_tokens = max(out.num_cached_tokens, delta.num_cached_tokens)
         out.seed = delta.seed
         if delta.prompt_logprobs is not None:
             out.prompt_logprobs = delta.prompt_logprobs
-        choice = out.outputs[delta.index]
         choice.text += delta.text
         choice.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from octavo.errors import InvalidRequestError
+from octavo.errors import InvalidRequestError, shown
 
 #: Below this temperature a request is greedy: logits / temperature would only overflow.
 GREEDY_TEMPERATURE = 1e-5
@@ -34,41 +34,51 @@ def _fail(name: str, message: str) -> InvalidRequestError:
 
 def _number(name: str, value: Any, low: float, high: float) -> None:
     """Raise unless `value` is a finite real number (not a bool) in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _fail(name, f"must be a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
+        raise _fail(name, f"must be a finite number, got {shown(value)}")
     if not low <= value <= high:
-        raise _fail(name, f"must be between {low:g} and {high:g}, got {value!r}")
+        raise _fail(name, f"must be between {low:g} and {high:g}, got {shown(value)}")
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _fail(name, f"must be an integer, got {value!r}")
+        raise _fail(name, f"must be an integer, got {shown(value)}")
     if not low <= value <= high:
-        raise _fail(name, f"must be between {low} and {high}, got {value}")
+        raise _fail(name, f"must be between {low} and {high}, got {shown(value)}")
+
+
+def _list(name: str, value: Any, most: int, what: str) -> Sequence[Any]:
+    """`value` if it is a list of at most `most` entries; text and bytes are no lists."""
+    if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
+        raise _fail(name, f"must be {what}, got {shown(value)}")
+    try:
+        length = len(value)
+    except OverflowError:  # range(10**30)
+        length = most + 1
+    if length > most:
+        raise _fail(name, f"holds too many entries, at most {most} are allowed")
+    return value
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise _fail(name, f"must be a list of token ids, got {value!r}")
-    if len(value) > MAX_TOKEN_LIST:
-        raise _fail(name, f"holds {len(value)} entries, at most {MAX_TOKEN_LIST} are allowed")
-    for token in value:
+    tokens = tuple(_list(name, value, MAX_TOKEN_LIST, "a list of token ids"))
+    for token in tokens:
         _integer(name, token, 0, 2**31 - 1)
-    return tuple(value)
+    return tokens
 
 
 def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
-    items = (value,) if isinstance(value, str) else value
-    if not isinstance(items, Sequence) or isinstance(items, bytes):
-        raise _fail(name, f"must be a string or a list of strings, got {value!r}")
-    if len(items) > most:
-        raise _fail(name, f"holds {len(items)} entries, at most {most} are allowed")
+    items = (value,) if isinstance(value, str) else tuple(_list(name, value, most, "a string or a list of strings"))
     for item in items:
         if not isinstance(item, str) or not item:
             raise _fail(name, "entries must be non-empty strings")
         if len(item) > MAX_STOP_CHARS:
             raise _fail(name, f"an entry has {len(item)} characters, at most {MAX_STOP_CHARS} are allowed")
-    return tuple(items)
+        try:
+            item.encode()
+        except UnicodeEncodeError:  # a lone surrogate: no text can hold it, no tokenizer takes it
+            raise _fail(name, "an entry is not valid Unicode") from None
+    return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +86,8 @@ class SamplingParams:
     """How to choose tokens and when to stop.
 
     Order of the filters (docs/numerics.md): bans and allowed_token_ids, logit_bias, penalties, then temperature,
-    top_k, top_p, min_p, typical_p; each filter works on the renormalised outcome of the one before, and the most
-    probable token always survives.
+    top_k, top_p, min_p, typical_p; each filter works on the renormalised outcome of the one before, and at least one
+    token always survives: the most probable one (for typical_p the most typical one).
 
     Raises InvalidRequestError naming the field.
     """
@@ -143,12 +153,12 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.logprobs_mode not in ("raw", "processed"):
-            raise _fail("logprobs_mode", f"must be 'raw' or 'processed', got {self.logprobs_mode!r}")
+            raise _fail("logprobs_mode", f"must be 'raw' or 'processed', got {shown(self.logprobs_mode)}")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("include_stop_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise _fail(name, f"must be true or false, got {getattr(self, name)!r}")
+                raise _fail(name, f"must be true or false, got {shown(getattr(self, name))}")
         set_ = object.__setattr__  # the instance is frozen: normalised once, here
         set_(self, "stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
         set_(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
@@ -164,25 +174,25 @@ class SamplingParams:
     @staticmethod
     def _checked_bias(bias: Any) -> dict[int, float]:
         if not isinstance(bias, Mapping):
-            raise _fail("logit_bias", f"must be a mapping of token id to bias, got {bias!r}")
+            raise _fail("logit_bias", f"must be a mapping of token id to bias, got {shown(bias)}")
         if len(bias) > MAX_TOKEN_LIST:
             raise _fail("logit_bias", f"holds {len(bias)} entries, at most {MAX_TOKEN_LIST} are allowed")
         checked: dict[int, float] = {}
         for key, value in bias.items():
-            try:  # JSON objects can only have string keys
-                token = int(key) if isinstance(key, str) else key
-            except ValueError:
-                raise _fail("logit_bias", f"key {key!r} is not a token id") from None
+            # JSON objects can only have string keys: plain decimal digits
+            token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-                raise _fail("logit_bias", f"key {key!r} is not a token id")
+                raise _fail("logit_bias", f"key {shown(key)} is not a token id")
+            if token in checked:
+                raise _fail("logit_bias", f"token id {token} is given twice")
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not -100 <= value <= 100:
-                raise _fail("logit_bias", f"value {value!r} of key {key!r} is not a number in [-100, 100]")
+                raise _fail("logit_bias", f"value {shown(value)} of key {shown(key)} is not a number in [-100, 100]")
             checked[token] = float(value)
         return checked
 
     def resolve(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """A copy whose None fields are filled from `defaults` (the model's generation config), else neutral."""
-        fill = {
+        fill: dict[str, Any] = {
             name: defaults[name] if defaults.get(name) is not None else neutral
             for name, neutral in _MODEL_DEFAULTS.items()
             if getattr(self, name) is None
@@ -192,8 +202,4 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """True when the outcome is the argmax whatever the random number (after `resolve`)."""
-        return (
-            (self.temperature is not None and self.temperature < GREEDY_TEMPERATURE)
-            or self.top_k == 1
-            or self.top_p == 0.0
-        )
+        return (self.temperature is not None and self.temperature < GREEDY_TEMPERATURE) or self.top_k == 1 or self.top_p == 0.0

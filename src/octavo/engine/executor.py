@@ -6,32 +6,11 @@ Not here: any implementation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.engine.scheduler_output import SchedulerOutput, StepResult
+from octavo.engine.scheduler_output import ExecutorInfo, KVGroup, SchedulerOutput, StepResult
 
-
-@dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers that share one block table. One group today; window layers will be a second one."""
-
-    num_blocks: int
-    block_size: int
-    #: None: attention sees every earlier token.
-    sliding_window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorInfo:
-    """What the engine must know of the model and the pool; fixed for the executor's life."""
-
-    kv_groups: tuple[KVGroup, ...]
-    vocab_size: int
-    #: The model's limit, already lowered to the configured max_model_len.
-    max_model_len: int
-    #: A row holds KV of `block_bytes` for all layers of a group and one block; for messages and metrics.
-    block_bytes: tuple[int, ...]
+__all__ = ["Executor", "ExecutorInfo", "KVGroup"]
 
 
 class Executor(Protocol):

@@ -26,6 +26,28 @@ class TokenKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share one block table. One group today; window layers will be a second one."""
+
+    num_blocks: int
+    block_size: int
+    #: None: attention sees every earlier token.
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What the engine must know of the model and the pool; fixed for the executor's life."""
+
+    kv_groups: tuple[KVGroup, ...]
+    vocab_size: int
+    #: The model's limit, already lowered to the configured max_model_len.
+    max_model_len: int
+    #: Bytes of one block over all layers of each group; for messages and metrics.
+    block_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NewRequest:
     """All a worker must know of a request it starts, or starts again after a preemption (then it replaces the old)."""
 

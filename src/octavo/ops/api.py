@@ -196,7 +196,7 @@ class Ops(Protocol):
         ...
 
     def take_rows(self, x: Array, rows: Array) -> Array:
-        """float32 [R, N]: x[rows]."""
+        """float32 [R, N]: x[rows]. rows: int32 [R], on the device or in NumPy."""
         ...
 
     # -- KV ------------------------------------------------------------------------------------------------------

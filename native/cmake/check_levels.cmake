@@ -1,0 +1,13 @@
+# Fails when an instruction-set level's object file defines a symbol other than its kernel table. See CMakeLists.txt.
+foreach(object IN LISTS OBJECTS)
+  execute_process(COMMAND ${NM} ${object} OUTPUT_VARIABLE symbols RESULT_VARIABLE failed)
+  if(failed)
+    message(FATAL_ERROR "cannot list the symbols of ${object}")
+  endif()
+  string(REGEX MATCHALL "[0-9a-fA-F]+ [A-Zuvw] [^\n]+" defined "${symbols}")
+  foreach(symbol IN LISTS defined)
+    if(NOT symbol MATCHES " [DRS] _ZN6octavo[0-9]+k[A-Za-z0-9]+KernelsE$" AND NOT symbol MATCHES "(asan|ubsan|__odr)")
+      message(FATAL_ERROR "${object} defines ${symbol}: level code must have internal linkage")
+    endif()
+  endforeach()
+endforeach()

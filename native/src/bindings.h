@@ -1,0 +1,10 @@
+// The pieces of the Python module.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include "context.h"
+
+namespace octavo {
+void bind_handles(nanobind::module_& m);
+void bind_packing(nanobind::class_<Context>& context);
+}  // namespace octavo

@@ -1,0 +1,190 @@
+// Matrix products over panels of 16 output columns.
+//
+// An output element is one accumulator that takes the blocks (or, for float layouts, the inputs) in order, with the
+// same fused operations whatever the number of rows or columns computed beside it. Rows are tiled only so that they
+// share the loads of the weights; nothing is ever summed across a tile.
+
+constexpr int kVectors = 16 / kLanes;  // registers of columns in a panel
+
+static inline CF load_scales(const uint8_t* p, int64_t first, bool f16) {
+    return f16 ? cf_load_f16((const uint16_t*)p + first) : cf_load((const float*)p + first);
+}
+
+// acc += (dot - zero * sum) * (weight scale * activation scale), and the weight's offset times scale * sum.
+static inline CF fold(CF acc, CI dot, int32_t zero, int32_t sum, CF scales, float x_scale) {
+    if (zero != 0) dot = ci_sub_set1(dot, zero * sum);
+    return cf_fma(cf_from_int(dot), cf_mul(scales, cf_set1(x_scale)), acc);
+}
+
+// R rows times V registers of columns, starting at column `first` of the panel.
+template <Layout L, int R, int V>
+static inline void quantized_tile(const Segment* s, const uint8_t* panel, int first, const ActBlock* x, int64_t blocks_per_row,
+                                  CF (*acc)[V]) {
+    constexpr bool nibbles = L == Layout::Q4B32, halves = L == Layout::Q8B16;
+    constexpr int64_t quant_bytes = nibbles ? 256 : 512;
+    const int32_t zero = s->zero + (nibbles ? 0 : kByteBias);
+    const int64_t row_bytes = s->scale_f16 ? 32 : 64, offsets_at = quant_bytes + (halves ? 2 : 1) * row_bytes;
+    const bool f16 = s->scale_f16, has_offset = s->has_offset;
+    const int64_t blocks = s->k / kBlock;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) acc[r][v] = cf_zero();
+    for (int64_t b = 0; b < blocks; ++b, panel += s->block_bytes) {
+        const ActBlock* rows[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) rows[r] = x + r * blocks_per_row + b;
+        if (R <= 2)  // few rows: bound by memory; the reads run far enough ahead of the arithmetic
+            for (int64_t i = 0; i < s->block_bytes; i += 64) __builtin_prefetch(panel + 6144 + i);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) {
+            const int column = first + v * kLanes;
+            const uint8_t* w = panel + column * 4;
+            const uint8_t *scales_at = panel + quant_bytes, *offsets = panel + offsets_at;
+            CI dot[R];
+            if constexpr (!halves) {
+                if constexpr (nibbles) dots_u4<R>(w, rows, dot);
+                else dots_s8<R, 0, 8>(w, rows, dot);
+                const CF scales = load_scales(scales_at, column, f16);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) acc[r][v] = fold(acc[r][v], dot[r], zero, rows[r]->sum, scales, rows[r]->scale);
+                if (has_offset) {
+                    const CF offset = load_scales(offsets, column, f16);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r) acc[r][v] = cf_fma(offset, cf_set1(rows[r]->offset_factor), acc[r][v]);
+                }
+            } else {
+#pragma GCC unroll 2
+                for (int h = 0; h < 2; ++h) {
+                    if (h == 0) dots_s8<R, 0, 4>(w, rows, dot);
+                    else dots_s8<R, 4, 8>(w, rows, dot);
+                    const CF scales = load_scales(scales_at + h * row_bytes, column, f16);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r)
+                        acc[r][v] = fold(acc[r][v], dot[r], zero, rows[r]->half_sum[h], scales, rows[r]->scale);
+                    if (has_offset) {
+                        const CF offset = load_scales(offsets + h * row_bytes, column, f16);
+#pragma GCC unroll 8
+                        for (int r = 0; r < R; ++r) acc[r][v] = cf_fma(offset, cf_set1(rows[r]->half_offset_factor[h]), acc[r][v]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+static inline void write_panel(float* out, const float* values, const float* bias, int64_t columns) {
+    if (columns == kPanel) {
+        const VF v = vf_load(values);
+        vf_store(out, bias ? vf_add(v, vf_load(bias)) : v);
+    } else {
+        const VF v = vf_load(values);
+        vf_store_part(out, bias ? vf_add(v, vf_load(bias)) : v, columns);
+    }
+}
+
+template <Layout L, int R>
+static inline void quantized_rows(const Segment* s, int64_t p, const ActBlock* x, int64_t blocks_per_row, const float* bias,
+                                  float* out, int64_t out_stride) {
+    // A whole panel at once while its accumulators fit in registers, else one register of columns after the other.
+    constexpr int V = R <= 2 ? kVectors : 1;
+    const uint8_t* panel = s->data + p * s->panel_bytes;
+    float values[R][16];
+    for (int first = 0; first < 16; first += V * kLanes) {
+        CF acc[R][V];
+        quantized_tile<L, R, V>(s, panel, first, x, blocks_per_row, acc);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+            for (int v = 0; v < V; ++v) cf_store(values[r] + first + v * kLanes, acc[r][v]);
+    }
+    const int64_t left = s->columns - p * kPanel, columns = left < kPanel ? left : kPanel;
+    for (int r = 0; r < R; ++r) write_panel(out + r * out_stride + p * kPanel, values[r], bias ? bias + p * kPanel : nullptr, columns);
+}
+
+template <Layout L>
+static void quantized_panels(const Segment* s, const ActBlock* x, int64_t blocks_per_row, int64_t rows, int64_t panel0,
+                             int64_t panel1, const float* bias, float* out, int64_t out_stride) {
+    for (int64_t p = panel0; p < panel1; ++p) {
+        int64_t t = 0;
+        for (; t + kRowTile <= rows; t += kRowTile)
+            quantized_rows<L, kRowTile>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
+        if constexpr (kRowTile > 4)
+            if (t + 4 <= rows) {
+                quantized_rows<L, 4>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
+                t += 4;
+            }
+        for (; t + 2 <= rows; t += 2)
+            quantized_rows<L, 2>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
+        if (t < rows) quantized_rows<L, 1>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
+    }
+}
+
+static void linear_quantized(const Segment* s, const ActBlock* x, int64_t blocks_per_row, int64_t rows, int64_t panel0,
+                             int64_t panel1, const float* bias, float* out, int64_t out_stride) {
+    if (s->layout == Layout::Q4B32) quantized_panels<Layout::Q4B32>(s, x, blocks_per_row, rows, panel0, panel1, bias, out, out_stride);
+    else if (s->layout == Layout::Q8B32) quantized_panels<Layout::Q8B32>(s, x, blocks_per_row, rows, panel0, panel1, bias, out, out_stride);
+    else quantized_panels<Layout::Q8B16>(s, x, blocks_per_row, rows, panel0, panel1, bias, out, out_stride);
+}
+
+template <Layout L> static inline VF load_weights(const uint8_t* panel, int64_t i) {
+    if constexpr (L == Layout::F32) return vf_load((const float*)panel + i * kPanel);
+    else if constexpr (L == Layout::F16) return vf_load_f16((const uint16_t*)panel + i * kPanel);
+    else return vf_load_bf16((const uint16_t*)panel + i * kPanel);
+}
+
+// R rows times P panels; R * P = 4 accumulators keep the multipliers busy although each is one chain over k.
+template <Layout L, int R, int P>
+static inline void float_tile(const Segment* s, int64_t p, const float* x, int64_t stride, const float* bias, float* out,
+                              int64_t out_stride) {
+    const uint8_t* panel = s->data + p * s->panel_bytes;
+    VF acc[R][P];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int j = 0; j < P; ++j) acc[r][j] = vf_set1(0.0f);
+    for (int64_t i = 0; i < s->k; ++i) {
+        VF w[P];
+#pragma GCC unroll 4
+        for (int j = 0; j < P; ++j) w[j] = load_weights<L>(panel + j * s->panel_bytes, i);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+            const VF xi = vf_set1(x[r * stride + i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < P; ++j) acc[r][j] = vf_fma(w[j], xi, acc[r][j]);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int j = 0; j < P; ++j) {
+            const int64_t at = (p + j) * kPanel, left = s->columns - at;
+            float values[16];
+            vf_store(values, acc[r][j]);
+            write_panel(out + r * out_stride + at, values, bias ? bias + at : nullptr, left < kPanel ? left : kPanel);
+        }
+}
+
+template <Layout L, int R, int P>
+static inline int64_t float_panels(const Segment* s, const float* x, int64_t stride, int64_t panel0, int64_t panel1,
+                                   const float* bias, float* out, int64_t out_stride) {
+    int64_t p = panel0;
+    for (; p + P <= panel1; p += P) float_tile<L, R, P>(s, p, x, stride, bias, out, out_stride);
+    return p;
+}
+
+template <Layout L>
+static void float_rows(const Segment* s, const float* x, int64_t stride, int64_t rows, int64_t panel0, int64_t panel1,
+                       const float* bias, float* out, int64_t out_stride) {
+    int64_t t = 0;
+    for (; t + 4 <= rows; t += 4) float_panels<L, 4, 1>(s, x + t * stride, stride, panel0, panel1, bias, out + t * out_stride, out_stride);
+    for (; t < rows; ++t) {
+        const int64_t p = float_panels<L, 1, 4>(s, x + t * stride, stride, panel0, panel1, bias, out + t * out_stride, out_stride);
+        float_panels<L, 1, 1>(s, x + t * stride, stride, p, panel1, bias, out + t * out_stride, out_stride);
+    }
+}
+
+static void linear_float(const Segment* s, const float* x, int64_t stride, int64_t rows, int64_t panel0, int64_t panel1,
+                         const float* bias, float* out, int64_t out_stride) {
+    if (s->layout == Layout::F32) float_rows<Layout::F32>(s, x, stride, rows, panel0, panel1, bias, out, out_stride);
+    else if (s->layout == Layout::F16) float_rows<Layout::F16>(s, x, stride, rows, panel0, panel1, bias, out, out_stride);
+    else float_rows<Layout::BF16>(s, x, stride, rows, panel0, panel1, bias, out, out_stride);
+}

@@ -1,0 +1,71 @@
+// Operations that treat each row by itself.
+#include <algorithm>
+#include <cstring>
+
+#include "context.h"
+
+namespace octavo {
+
+Context::Context(int threads, const std::string& isa) : kernels_(kernels_for(isa)), pool_(threads) {}
+
+uint8_t* Context::scratch(int64_t bytes) {
+    if (scratch_.size() < bytes) {
+        scratch_ = Memory();
+        scratch_ = Memory(bytes + bytes / 2, "scratch");
+    }
+    return scratch_.data();
+}
+
+void Context::rms_norm(In x, Vector<const float> weight, float eps, Out out) {
+    require(out.rows == x.rows && out.cols == x.cols, "rms_norm: out must have the shape of x");
+    require(weight.size == x.cols && x.cols > 0, "rms_norm: weight must have one value per column");
+    const std::lock_guard lock(mutex_);
+    each_rows(x.rows, x.cols, [&](int64_t a, int64_t b) {
+        kernels_.rms_norm(x.data + a * x.stride, x.stride, b - a, x.cols, weight.data, eps, out.data + a * out.stride, out.stride);
+    });
+}
+
+void Context::add(Out x, In y) {
+    require(x.rows == y.rows && x.cols == y.cols, "add_: both arrays must have the same shape");
+    const std::lock_guard lock(mutex_);
+    each_rows(x.rows, x.cols, [&](int64_t a, int64_t b) {
+        for (int64_t t = a; t < b; ++t) {
+            float* to = x.data + t * x.stride;
+            const float* from = y.data + t * y.stride;
+            for (int64_t i = 0; i < x.cols; ++i) to[i] += from[i];
+        }
+    });
+}
+
+void Context::silu_mul(In gate_up, Out out) {
+    require(out.rows == gate_up.rows && gate_up.cols == 2 * out.cols, "silu_mul: gate_up must have twice the columns of out");
+    const std::lock_guard lock(mutex_);
+    each_rows(out.rows, 4 * out.cols, [&](int64_t a, int64_t b) {
+        kernels_.silu_mul(gate_up.data + a * gate_up.stride, gate_up.stride, b - a, out.cols, out.data + a * out.stride, out.stride);
+    });
+}
+
+void Context::take_rows(In x, Vector<const int32_t> rows, Out out) {
+    require(out.rows == rows.size && out.cols == x.cols, "take_rows: out must be [rows, columns of x]");
+    for (int64_t i = 0; i < rows.size; ++i)
+        if (rows.data[i] < 0 || rows.data[i] >= x.rows) throw std::out_of_range("take_rows: row " + std::to_string(rows.data[i]) + " is outside x");
+    const std::lock_guard lock(mutex_);
+    for (int64_t i = 0; i < rows.size; ++i)
+        std::copy_n(x.data + rows.data[i] * x.stride, x.cols, out.data + i * out.stride);
+}
+
+void Context::copy_blocks(KvPool& kv, Vector<const int64_t> sources, Vector<const int64_t> targets) {
+    require(sources.size == targets.size, "copy_blocks: as many targets as sources are needed");
+    std::vector<int64_t> from(sources.data, sources.data + sources.size), to(targets.data, targets.data + targets.size);
+    std::sort(from.begin(), from.end());
+    std::sort(to.begin(), to.end());
+    for (const auto* blocks : {&from, &to})
+        if (!blocks->empty() && (blocks->front() < 0 || blocks->back() >= kv.shape().blocks))
+            throw std::out_of_range("copy_blocks: a block is outside the pool");
+    require(std::adjacent_find(to.begin(), to.end()) == to.end(), "copy_blocks: a target appears twice");
+    for (int64_t block : to) require(!std::binary_search(from.begin(), from.end(), block), "copy_blocks: a target is among the sources");
+    const std::lock_guard lock(mutex_);
+    pool_.run(sources.size, [&](int64_t i) { kv.copy_block(sources.data[i], targets.data[i]); });
+}
+
+}  // namespace octavo

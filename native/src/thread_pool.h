@@ -1,0 +1,60 @@
+// The workers of one context. Between the operations of a step they spin, so that an operation starts in well under a
+// microsecond; after a while without work they park.
+//
+// A job is a number of items and a function; threads take items from an atomic counter, the caller included, and the
+// caller returns when all items are done. A worker that wakes late finds the job closed: nobody ever waits for a
+// thread that has not taken an item. Which thread computes an item must not matter to its result.
+//
+// After fork() the child has no workers: jobs run on the calling thread alone, correctly, provided no job was running
+// in another thread at the fork. One thread means no worker is ever made.
+#pragma once
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace octavo {
+
+class ThreadPool {
+public:
+    explicit ThreadPool(int threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    // Calls function(item) for every item in [0, items), in any order. One caller at a time. function must not throw.
+    template <typename F> void run(int64_t items, const F& function) {
+        if (items <= 1 || workers_->empty()) {
+            for (int64_t item = 0; item < items; ++item) function(item);
+            return;
+        }
+        run_job(items, [](const void* f, int64_t item) { (*static_cast<const F*>(f))(item); }, &function);
+    }
+
+    int threads() const { return int(workers_->size()) + 1; }
+
+private:
+    using Function = void (*)(const void*, int64_t);
+    void run_job(int64_t items, Function function, const void* argument);
+    void take_items();
+    void worker();
+    bool wait_for_job(uint32_t last_epoch);
+
+    // The job. Written by the caller while no worker is inside, published by state_.
+    Function function_ = nullptr;
+    const void* argument_ = nullptr;
+    int64_t items_ = 0;
+    alignas(64) std::atomic<int64_t> next_{0};
+    // Epoch in the high 32 bits; then bit 31: the job may be entered; then the number of workers inside.
+    alignas(64) std::atomic<uint64_t> state_{0};
+    alignas(64) std::atomic<uint32_t> wake_{0};
+    std::atomic<uint32_t> parked_{0};
+    std::atomic<bool> stop_{false};
+
+    std::vector<std::thread>* workers_;
+    pid_t owner_;
+};
+
+}  // namespace octavo

@@ -1,0 +1,143 @@
+"""`octavo chat`: a conversation on a terminal, or one answer to what is piped in.
+
+Owner of the terminal while it runs. Ctrl-C stops the answer; at the prompt it clears the line, and a second one leaves.
+Not here: the conversation and its slash commands (chat_session.py), how an answer is read (answer.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli import terminal
+from octavo.cli.answer import Answer, open_llm, read_answer
+from octavo.cli.chat_session import NOT_SETTABLE, ChatSession
+from octavo.cli.options import chosen_model, engine_options, sampling_options
+from octavo.config import EngineConfig
+from octavo.errors import EngineDeadError, OctavoError
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+PROMPT, MORE = ">>> ", "... "
+QUOTES = '"""'
+EXAMPLES = """\b
+Examples:
+  octavo chat
+  octavo chat path/to/model.gguf --temperature 0.2
+  octavo chat --system "Answer in one sentence."
+  echo "What is the capital of France?" | octavo chat
+"""
+
+
+@engine_options
+@sampling_options(without=NOT_SETTABLE)
+def command(
+    config: EngineConfig,
+    params: SamplingParams,
+    name: Annotated[str | None, typer.Argument(metavar="MODEL", help="short name, folder, .gguf file or Hugging Face id")] = None,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="the system message")] = None,
+) -> int:
+    """Talk to a model. With piped input, answer it and exit."""
+    if system:
+        terminal.check_text(system, "--system")
+    config = chosen_model(config, name)
+    interactive = terminal.is_terminal(sys.stdin)
+    piped = None if interactive else terminal.read_input()
+    with closing(open_llm(config)) as llm:
+        session = ChatSession(params, config.model, system)
+        if piped is not None:
+            answer = ask(llm, session, piped)
+            terminal.note(answer.summary())
+            return 130 if answer.interrupted else 0
+        terminal.note(f"{config.model}, up to {llm.max_model_len} tokens. /help lists commands.", sys.stdout)
+        loop(llm, session)
+    return 0
+
+
+def ask(llm: LLM, session: ChatSession, text: str) -> Answer:
+    """One turn, streamed to standard output and added to the session; the question is taken back if it fails."""
+    session.add_user(text)
+    try:
+        dropped = session.make_room(llm.max_model_len, lambda messages: len(llm.chat_template.encode_chat(messages)))
+        if dropped:
+            turns = "turn" if dropped == 1 else f"{dropped} turns"
+            terminal.note(f"(the oldest {turns} went, to fit the context of {llm.max_model_len} tokens)")
+        answer = read_answer(lambda: llm.stream_chat(session.messages, session.params), 1, terminal.write)
+    except BaseException:
+        session.take_back()
+        raise
+    terminal.write("\n")
+    session.add_assistant(answer.text)
+    totals = session.totals
+    totals.answers += 1
+    totals.prompt_tokens += answer.num_prompt_tokens
+    totals.cached_tokens += answer.output.num_cached_tokens
+    totals.tokens += answer.num_tokens
+    totals.seconds += answer.total
+    return answer
+
+
+def loop(llm: LLM, session: ChatSession) -> None:
+    """Read, answer, until the user leaves. Whatever goes wrong with one turn is said in one line."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  its import gives input() line editing and a history
+    leaving = False
+    while not session.done:
+        try:
+            text = read_message()
+        except KeyboardInterrupt:
+            if leaving:
+                break
+            leaving = True
+            terminal.write("\n")
+            terminal.note("(Ctrl-C again or Ctrl-D leaves)", sys.stdout)
+            continue
+        except EOFError:
+            break
+        leaving = False
+        try:
+            respond(llm, session, text)
+        except EngineDeadError:
+            raise
+        except OctavoError as error:
+            terminal.note(f"octavo: {' '.join(str(error).split())}", sys.stdout)
+    terminal.write("" if session.done else "\n")
+
+
+def respond(llm: LLM, session: ChatSession, text: str) -> None:
+    """Carry out a slash command, or answer."""
+    if not text.strip():
+        return
+    if text.startswith("/") and not text.startswith("//"):
+        shown = session.execute(text.strip(), lambda: asdict(llm.stats()))
+        if shown:
+            terminal.note(shown, sys.stdout)
+        return
+    answer = ask(llm, session, terminal.check_text(text.removeprefix("/"), "the message"))
+    stopped = "stopped: " if answer.interrupted else ""
+    cut = "; the context or max_tokens ended it" if answer.output.outputs[0].finish_reason == "length" else ""
+    terminal.note(f"{stopped}{answer.summary()}{cut}", sys.stdout)
+
+
+def read_message(read: Callable[[str], str] = input) -> str:
+    """One message: a line, lines that end in a backslash joined with the next, or everything between two triple quotes.
+
+    Raises EOFError and KeyboardInterrupt; a message begun is then given up.
+    """
+    line = read(PROMPT)
+    if line.lstrip().startswith(QUOTES):
+        text = line.lstrip().removeprefix(QUOTES)
+        while QUOTES not in text:
+            text += "\n" + read(MORE)
+        before, _, after = text.partition(QUOTES)
+        return (before + after).strip("\n")
+    while line.endswith("\\"):
+        line = line[:-1] + "\n" + read(MORE)
+    return line

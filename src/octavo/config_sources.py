@@ -1,0 +1,214 @@
+"""EngineConfig from a YAML file, the environment and flags: who wins, what text means, and whom to blame for an error.
+
+Precedence: flags > environment > file > defaults. A setting has one name everywhere: `max_num_seqs` in the file,
+`OCTAVO_MAX_NUM_SEQS` in the environment, `--max-num-seqs` as a flag.
+Stateless; the environment is passed in. `coerce` also reads sampling fields for the command line.
+Not here: the settings themselves and their limits (config.py), how flags are declared (cli/options.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+
+PREFIX = "OCTAVO_"
+#: Variables that are read elsewhere and are no settings.
+OTHER_VARIABLES = frozenset({"OCTAVO_CONFIG", "OCTAVO_DEBUG", "OCTAVO_ALLOW_REFERENCE"})
+MAX_FILE_BYTES = 1 << 20
+
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+_NONE = frozenset({"none", "null"})
+_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
+def flag_name(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
+
+
+def variable_name(setting: str) -> str:
+    return PREFIX + setting.upper()
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint to append to "unknown ...": the closest known name, or nothing."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Field name -> annotation of a dataclass, in order."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def coerce(value: Any, annotation: Any) -> Any:
+    """`value`, converted to `annotation` where it is text; raises ValueError("must be ...") where it does not fit.
+
+    Understands int, float, str, bool, None, Literal, unions of them, and sequences and mappings written as
+    "a,b" and "1=0.5,2=-3". Only text is converted: a YAML 1.5 is no integer, and a YAML number is no text.
+    """
+    kinds = _alternatives(annotation)
+    text = value.strip() if isinstance(value, str) else None
+    if type(None) in kinds and (value is None or (text is not None and text.lower() in _NONE)):
+        return None
+    for kind in kinds:
+        try:
+            return _coerce_one(value, text, kind)
+        except (ValueError, TypeError):
+            continue
+    raise ValueError(f"must be {describe(annotation)}, got {value!r}")
+
+
+def describe(annotation: Any) -> str:
+    """What a person may write for a field of this type."""
+    words: list[str] = []
+    for kind in _alternatives(annotation):
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if origin is typing.Literal:
+            words += map(str, arguments)
+        elif origin is Sequence:
+            words.append(f"a list of {_WORDS[arguments[0]].split()[-1]}s")
+        elif origin is Mapping:
+            words.append("a list of ID=VALUE")
+        else:
+            words.append("none" if kind is type(None) else _WORDS[kind])
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
+def _coerce_one(value: Any, text: str | None, kind: Any) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ValueError
+        return value
+    if origin is Sequence:
+        items = [item for item in text.split(",") if item.strip()] if text is not None else list(value)
+        return [coerce(item, arguments[0]) for item in items]
+    if origin is Mapping:
+        pairs = [item.split("=", 1) for item in text.split(",")] if text is not None else list(value.items())
+        return {coerce(key, arguments[0]): coerce(number, arguments[1]) for key, number in pairs}
+    if kind is str:
+        if not isinstance(value, str):
+            raise ValueError
+        return value
+    if kind is bool:
+        if text is not None and text.lower() in _TRUE | _FALSE:
+            return text.lower() in _TRUE
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+    if text is not None and kind in (int, float):
+        return kind(text)
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ValueError
+    return value
+
+
+def load_config(file: Path | None, env: Mapping[str, str], overrides: Mapping[str, Any]) -> EngineConfig:
+    """The configuration; `overrides` are flags by setting name (None: not given).
+
+    Raises ConfigError naming the source: "octavo.yaml: threads: ...", "OCTAVO_THREADS: ...", "--threads: ...".
+    """
+    values: dict[str, Any] = {}
+    for name, value in (read_yaml(file) if file is not None else {}).items():
+        if not isinstance(name, str) or name not in field_types(EngineConfig):
+            raise ConfigError(f"{file}: unknown setting {name!r}{nearest(str(name), field_types(EngineConfig))}")
+        values[name] = _checked(f"{file}: {name}", name, value)
+    for name, variable in _variables(env).items():
+        values[name] = _checked(variable, name, env[variable])
+    for name, value in overrides.items():
+        if value is None:
+            continue
+        if name not in field_types(EngineConfig):
+            raise ConfigError(f"{flag_name(name)}: unknown setting{nearest(name, field_types(EngineConfig))}")
+        values[name] = _checked(flag_name(name), name, value)
+    return EngineConfig(**values)
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Setting -> variable that is set (an empty one is not). A near miss is refused: ignoring it would be silent."""
+    known = {variable_name(name): name for name in field_types(EngineConfig)}
+    found = {}
+    for variable in sorted(env):
+        if variable in known:
+            if env[variable].strip():
+                found[known[variable]] = variable
+        elif variable.startswith(PREFIX) and variable not in OTHER_VARIABLES:
+            match = difflib.get_close_matches(variable, known, n=1, cutoff=0.9)
+            if match:
+                raise ConfigError(f"{variable}: unknown setting; did you mean {match[0]}?")
+    return found
+
+
+def _checked(source: str, name: str, value: Any) -> Any:
+    """The value in its type, after the limits that EngineConfig puts on this setting alone."""
+    try:
+        value = coerce(value, field_types(EngineConfig)[name])
+    except ValueError as error:
+        hint = "; put it in quotes" if str(error).startswith("must be text") else ""
+        raise ConfigError(f"{source}: {error}{hint}") from None
+    try:
+        EngineConfig(**{name: value})
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return value
+
+
+def read_yaml(file: Path) -> dict[Hashable, Any]:
+    """The mapping in `file`. Refuses what a settings file has no use for: tags, anchors, repeated keys, a second document.
+
+    Raises ConfigError, one line with the position.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few lines of them expand to gigabytes
+                raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=self.peek_event().start_mark)
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+            seen: set[Any] = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if isinstance(key, Hashable) and key in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key!r} is given twice", problem_mark=key_node.start_mark)
+                seen.add(key if isinstance(key, Hashable) else id(key))
+            return super().construct_mapping(node, deep)
+
+    try:
+        with open(file, "rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{file}: larger than {MAX_FILE_BYTES} bytes, not a settings file")
+    try:
+        content = yaml.load(data.decode("utf-8"), Loader)  # noqa: S506  Loader is a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        position = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else f"{file}"
+        raise ConfigError(f"{position}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: must hold lines like 'threads: 2', not a {type(content).__name__}")
+    return content

@@ -1,0 +1,129 @@
+"""BlockPool: the blocks of one KV group: who holds them, which are free, which can be found by what they contain.
+
+Owner: KVCacheManager, one pool per group. A block is in exactly one of two states: held (reference count > 0) or free;
+a free block may still be findable ("cached") until it is needed for something else.
+Not here: requests, tokens of requests, the memory itself (worker/kv_cache.py).
+
+Free blocks form one list: blocks with nothing in them at the front, cached ones behind in order of last use, so that
+taking from the front evicts nothing while an empty block is left, and the least recently used prefix after that. Every operation is O(1).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from octavo.engine.metrics import EngineStats
+
+#: Serial of the empty prefix.
+ROOT = 0
+
+
+class BlockKey(NamedTuple):
+    """What a full block contains, exactly. A lookup compares every field, so equal hashes never share a block.
+
+    `parent` is the serial of the registered prefix before it; serials are never used twice, so it stands for all
+    earlier tokens, their kinds, the adapter and the salt.
+    """
+
+    parent: int
+    token_ids: tuple[int, ...]
+    #: How many of the tokens (the first ones) are prompt tokens: the arithmetic of a row follows its kind.
+    num_prompt_tokens: int
+    adapter: str | None
+    cache_salt: str | None
+
+
+class CachedBlock(NamedTuple):
+    block_id: int
+    #: Names the prefix that ends with this block.
+    serial: int
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, stats: EngineStats) -> None:
+        self.num_blocks = num_blocks
+        self.stats = stats
+        self.ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._index: dict[BlockKey, CachedBlock] = {}
+        self._key_of: dict[int, BlockKey] = {}
+        self._last_serial = ROOT
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._index)
+
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._key_of
+
+    def is_idle(self, block_id: int) -> bool:
+        return self.ref_counts[block_id] == 0
+
+    def take(self) -> int:
+        """A private block (reference count 1) with nothing findable in it. Raises KeyError when none is free."""
+        block_id, _ = self._free.popitem(last=False)
+        if block_id in self._key_of:
+            self._forget(block_id)
+            self.stats.blocks_evicted += 1
+        self.ref_counts[block_id] = 1
+        self.stats.blocks_taken += 1
+        return block_id
+
+    def share(self, block_id: int) -> None:
+        """One more holder; a cached free block becomes held again."""
+        if self.ref_counts[block_id] == 0:
+            del self._free[block_id]
+        self.ref_counts[block_id] += 1
+
+    def release(self, block_id: int) -> None:
+        """One holder less; the last one frees it."""
+        count = self.ref_counts[block_id] - 1
+        assert count >= 0, f"block {block_id} released more often than held"
+        self.ref_counts[block_id] = count
+        if count == 0:
+            self._free[block_id] = None
+            if block_id not in self._key_of:
+                self._free.move_to_end(block_id, last=False)
+
+    def lookup(self, key: BlockKey) -> CachedBlock | None:
+        return self._index.get(key)
+
+    def register(self, block_id: int, key: BlockKey) -> int:
+        """Make a held block findable, its KV being written; returns the serial of the prefix it ends.
+
+        Where another block has that key already, this one stays private and the other's serial is returned.
+        """
+        known = self._index.get(key)
+        if known is not None:
+            return known.serial
+        self._last_serial += 1
+        self._index[key] = CachedBlock(block_id, self._last_serial)
+        self._key_of[block_id] = key
+        return self._last_serial
+
+    def reset(self) -> None:
+        """Nothing can be found any more; held blocks stay with their holders."""
+        self._index.clear()
+        self._key_of.clear()
+
+    def _forget(self, block_id: int) -> None:
+        del self._index[self._key_of.pop(block_id)]
+
+    def check_invariants(self, holders: dict[int, int]) -> None:
+        """`holders`: block id -> how often it is held, from the tables. Raises AssertionError naming the block."""
+        for block_id, count in enumerate(self.ref_counts):
+            assert count == holders.get(block_id, 0), f"block {block_id}: count {count}, holders {holders.get(block_id, 0)}"
+            assert (count == 0) == (block_id in self._free), f"block {block_id}: count {count}, free {block_id in self._free}"
+        assert len(self._free) + len(holders) == self.num_blocks
+        assert len(self._index) == len(self._key_of)
+        for key, cached in self._index.items():
+            assert self._key_of.get(cached.block_id) == key, f"block {cached.block_id} is indexed under another key"
+            assert 0 < cached.serial <= self._last_serial
+            assert key.parent < cached.serial, "a prefix is older than its parent"
+        serials = [cached.serial for cached in self._index.values()]
+        assert len(set(serials)) == len(serials)

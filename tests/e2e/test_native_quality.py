@@ -1,0 +1,72 @@
+"""The native backend against float32 on the same weights, on real English text: perplexity, KL divergence, agreement.
+
+Prompt rows in one pass; generated rows fed one at a time, as decoding would. The text is the standard library's help.
+"""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+
+import numpy as np
+import pytest
+
+from octavo.tokenizer import load_tokenizer
+from octavo.loading.source import resolve_source
+from tests.models import harness
+from tests.models.oracle import logits_of, smollm2_in_transformers
+
+pytest.importorskip("torch")
+pytest.importorskip("octavo._native", reason="needs the native module")
+
+TOPICS = ("assignment", "lambda", "while", "try")
+WINDOW = 400
+
+
+def english(tokenizer) -> list[list[int]]:
+    """One window of tokens from the middle of each topic."""
+    return [tokenizer.encode(pydoc_data.topics.topics[name])[:WINDOW] for name in TOPICS]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def truth(smollm2_path):
+    tokenizer = load_tokenizer(resolve_source(str(smollm2_path)))
+    oracle = smollm2_in_transformers(smollm2_path)
+    windows = english(tokenizer)
+    return [(window, log_softmax(logits_of(oracle, window))) for window in windows]
+
+
+def compare(truth, ours) -> dict[str, float]:
+    """Perplexities of the true next token, mean KL(float32 || ours) per token, share of equal argmax."""
+    nll_true, nll_ours, kl, agree = [], [], [], []
+    for (window, expected), got in zip(truth, ours, strict=True):
+        got, target = log_softmax(got), np.array(window[1:])
+        rows = np.arange(len(target))
+        nll_true.extend(-expected[rows, target])
+        nll_ours.extend(-got[rows, target])
+        kl.extend((np.exp(expected) * (expected - got)).sum(axis=1))
+        agree.extend(expected.argmax(axis=1) == got.argmax(axis=1))
+    return {
+        "perplexity_float32": float(np.exp(np.mean(nll_true))),
+        "perplexity": float(np.exp(np.mean(nll_ours))),
+        "kl": float(np.mean(kl)),
+        "agreement": float(np.mean(agree)),
+        "tokens": len(agree),
+    }
+
+
+@pytest.mark.parametrize("kind", ["prompt", "generated"])
+def test_native_is_close_to_float32(truth, smollm2_path, kind):
+    executor = harness.load(smollm2_path, backend="cpu")
+    num_prompt = None if kind == "prompt" else 1
+    figures = compare(truth, [harness.all_logits(executor, window, num_prompt=num_prompt) for window, _ in truth])
+    print(kind, figures)
+    assert figures["tokens"] > 1000
+    assert abs(figures["perplexity"] / figures["perplexity_float32"] - 1) <= 0.01
+    assert figures["kl"] <= 0.01
+    assert figures["agreement"] >= 0.97

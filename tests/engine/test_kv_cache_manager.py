@@ -1,0 +1,243 @@
+"""KVCacheManager alone: hits, copies, forks, and what may be found when."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.engine.executor import KVGroup
+from octavo.engine.kv_cache_manager import KVCacheManager
+from octavo.engine.metrics import EngineStats
+from octavo.engine.request import Request
+from tests.engine.fake import request
+
+
+def manager(num_blocks: int = 16, block_size: int = 4, groups: int = 1, caching: bool = True) -> KVCacheManager:
+    return KVCacheManager(tuple(KVGroup(num_blocks, block_size) for _ in range(groups)), caching, EngineStats())
+
+
+def make(name: str, prompt, index: int = 1, **fields) -> Request:
+    return Request(request(name, prompt, **fields), index)
+
+
+def computed(kv: KVCacheManager, name: str, prompt, **fields) -> Request:
+    """A request whose whole prompt has been computed and committed."""
+    made = make(name, prompt, **fields)
+    assert kv.admit(made)
+    kv.take_copies()
+    made.num_computed_tokens = made.num_target_tokens
+    kv.commit(made)
+    kv.release_copies()
+    return made
+
+
+def table(kv: KVCacheManager, made: Request) -> list[int]:
+    return kv.block_tables(made)[0]
+
+
+def test_blocks_are_findable_only_after_commit():
+    kv = manager()
+    first = make("a", range(8))
+    assert kv.admit(first)
+    second = make("b", range(8))
+    assert kv.admit(second) and second.num_computed_tokens == 0
+    first.num_computed_tokens = 4  # a chunk came back
+    kv.commit(first)
+    third = make("c", range(8))
+    assert kv.admit(third) and third.num_computed_tokens == 4
+    assert table(kv, third)[0] == table(kv, first)[0] and table(kv, third)[1] != table(kv, first)[1]
+    kv.check_invariants([first, second, third])
+
+
+@pytest.mark.parametrize("block_size, length", [(4, 4), (4, 8), (1, 3), (4, 9), (4, 11)])
+def test_a_fully_cached_prompt_recomputes_its_last_token_in_a_block_of_its_own(block_size, length):  # E02
+    kv = manager(block_size=block_size)
+    first = computed(kv, "a", range(length))
+    second = make("b", range(length))
+    assert kv.admit(second)
+    full = length // block_size * block_size
+    assert second.num_computed_tokens == min(full, length - 1)
+    copies = kv.take_copies()
+    if full == length and block_size > 1:
+        assert [(c.source, c.target) for c in copies] == [(table(kv, first)[-1], table(kv, second)[-1])]
+    else:
+        assert copies == []
+    assert table(kv, first)[-1] != table(kv, second)[-1]
+    kv.check_invariants([first, second])
+    kv.release_copies()
+    kv.check_invariants([first, second])
+
+
+def test_the_source_of_a_copy_is_held_until_the_step_has_run():
+    kv = manager(num_blocks=4)
+    first = computed(kv, "a", range(8))
+    kv.free(first)
+    second = make("b", range(8))
+    assert kv.admit(second) and kv.num_free_blocks == 1  # two of its own, the source, one free
+    (copy,) = kv.take_copies()
+    assert copy.source not in table(kv, second)
+    third = make("c", range(100, 108))
+    assert not kv.admit(third)
+    kv.release_copies()
+    assert kv.admit(third)
+    kv.check_invariants([second, third])
+
+
+def test_without_room_for_the_copy_the_last_block_is_computed_again():
+    kv = manager(num_blocks=2)
+    kv.free(computed(kv, "a", range(8)))
+    second = make("b", range(8))
+    assert kv.admit(second)
+    assert second.num_computed_tokens == 4 and kv.take_copies() == []
+    kv.check_invariants([second])
+
+
+def test_freeing_before_the_step_takes_the_copy_back():
+    kv = manager()
+    computed(kv, "a", range(8))
+    second = make("b", range(8))
+    kv.admit(second)
+    kv.free(second)
+    assert kv.take_copies() == []
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": "S"}, {"adapter": "S"}, {"adapter": "S", "cache_salt": "S"}, {}])
+def test_salt_and_adapter_separate_prefixes(other):  # E07, E08
+    kv = manager()
+    mine = {"cache_salt": "T"}
+    computed(kv, "a", range(8), **mine)
+    stranger, friend = make("b", range(8), **other), make("c", range(8), **mine)
+    assert kv.admit(stranger) and stranger.num_computed_tokens == 0
+    assert kv.admit(friend) and friend.num_computed_tokens == 7
+
+
+def test_generated_tokens_are_no_prompt():
+    """The next turn of a chat computes the last answer again, as prompt; the same request resumed does not."""
+    kv = manager()
+    first = make("a", range(4))
+    kv.admit(first)
+    first.token_ids += [50, 51, 52, 53]
+    kv.allocate_slots(first, 8)
+    first.num_computed_tokens = 8
+    kv.commit(first)
+    kv.free(first)
+    turn = make("b", [0, 1, 2, 3, 50, 51, 52, 53, 9])
+    assert kv.admit(turn) and turn.num_computed_tokens == 4
+    first.token_ids += [54]
+    first.num_computed_tokens = 0
+    assert kv.admit(first) and first.num_computed_tokens == 8
+
+
+def test_same_tokens_after_another_parent_are_another_block():  # E06
+    kv = manager()
+    computed(kv, "a", [1, 1, 1, 1, 7, 7, 7, 7, 0])
+    other = computed(kv, "b", [2, 2, 2, 2, 7, 7, 7, 7, 0])
+    assert kv.stats.prefix_hit_tokens == 0
+    again = make("c", [2, 2, 2, 2, 7, 7, 7, 7, 0])
+    assert kv.admit(again) and again.num_computed_tokens == 8
+    assert table(kv, again)[:2] == table(kv, other)[:2]
+
+
+def test_children_share_everything_and_copy_only_the_partial_tail():
+    kv = manager()
+    parent = computed(kv, "p", range(10), n=3)
+    assert parent.num_computed_tokens == 9 and len(table(kv, parent)) == 3
+    original = list(table(kv, parent))
+    children = parent.make_children()
+    for child in children[:2]:
+        assert kv.fork(parent, child, last=False)
+        assert table(kv, child)[:2] == original[:2] and table(kv, child)[2] != original[2]
+    kv.take_copies()
+    kv.release_copies()  # the step of the first two has run
+    used = kv.num_used_blocks
+    assert kv.fork(parent, children[2], last=True)
+    assert table(kv, children[2]) == original  # the parent's own tail, written in place
+    assert kv.num_used_blocks == used and kv.stats.forks == 3
+    kv.check_invariants(children)
+
+
+def test_a_fork_that_does_not_fit_changes_nothing():
+    kv = manager(num_blocks=3)
+    parent = computed(kv, "p", range(10), n=2)
+    first, second = parent.make_children()
+    assert not kv.fork(parent, first, last=False)
+    kv.check_invariants([parent])
+    assert kv.fork(parent, second, last=True)
+    kv.check_invariants([second])
+
+
+def test_a_last_fork_that_does_not_fit_gives_the_blocks_back():
+    kv = manager(num_blocks=2, block_size=2)
+    kv.free(computed(kv, "a", range(4)))
+    parent = make("p", range(4), n=2)
+    assert kv.admit(parent) and parent.num_missing_tokens == 0  # two cached blocks, read only
+    child = parent.make_children()[1]
+    assert not kv.fork(parent, child, last=True)
+    kv.check_invariants([parent])
+
+
+def test_groups_hit_together_and_are_allocated_together():
+    kv = manager(groups=2)
+    computed(kv, "a", range(8))
+    second = make("b", range(9))
+    assert kv.admit(second) and second.num_computed_tokens == 8
+    assert [len(t) for t in kv.block_tables(second)] == [3, 3]
+    kv.pools[1].reset()  # one group has lost it: no hit in either
+    third = make("c", range(9))
+    assert kv.admit(third) and third.num_computed_tokens == 0
+    with pytest.raises(ValueError, match="one block size"):
+        KVCacheManager((KVGroup(4, 4), KVGroup(4, 8)), True, EngineStats())
+
+
+def test_reset_hides_what_running_requests_have_and_will_compute():
+    kv = manager()
+    first = make("a", range(8))
+    kv.admit(first)
+    first.num_computed_tokens = 4
+    kv.commit(first)
+    kv.reset_prefix_cache()
+    first.num_computed_tokens = 8
+    kv.commit(first)
+    second = make("b", range(8))
+    assert kv.admit(second) and second.num_computed_tokens == 0
+    kv.check_invariants([first, second])
+
+
+def test_prompt_logprobs_and_disabled_caching_hit_nothing():
+    kv = manager()
+    computed(kv, "a", range(8))
+    second = make("b", range(8), prompt_logprobs=0)
+    assert kv.admit(second) and second.num_computed_tokens == 0
+    kv = manager(caching=False)
+    computed(kv, "a", range(8))
+    third = make("c", range(8))
+    assert kv.admit(third) and third.num_computed_tokens == 0 and kv.pools[0].num_cached == 0
+
+
+def test_headroom_is_asked_for_beside_the_blocks():
+    kv = manager(num_blocks=4)
+    assert not kv.admit(make("a", range(8)), headroom=3)
+    kv.check_invariants([])
+    assert kv.admit(make("a", range(8)), headroom=2)
+
+
+def test_a_running_request_never_writes_a_shared_block():
+    kv = manager()
+    first = computed(kv, "a", range(6))
+    kv.pools[0].share(table(kv, first)[1])
+    first.known_to_worker = True
+    first.token_ids.append(5)
+    with pytest.raises(AssertionError, match="shared block would be written"):
+        kv.allocate_slots(first, 7)
+
+
+def test_a_very_long_chain_needs_no_recursion():  # E19
+    length = 100_000
+    kv = manager(num_blocks=length + 10, block_size=1)
+    first = computed(kv, "a", range(length))
+    kv.free(first)
+    second = make("b", range(length))
+    assert kv.admit(second) and second.num_computed_tokens == length - 1
+    kv.free(second)
+    third = make("c", range(length, 2 * length))
+    assert kv.admit(third)
+    assert kv.stats.blocks_evicted >= length - 10

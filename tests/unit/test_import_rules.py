@@ -1,0 +1,208 @@
+"""Who may import whom (DESIGN.md, section 2), read from the syntax tree of every module: imports inside functions and
+`importlib.import_module("...")` count too. Imports under TYPE_CHECKING are not exempt: a type ties two modules together
+as much as a call does."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+SOURCE = Path(octavo.__file__).parent
+
+#: Plain data: anything may import these.
+PLAIN = {"config", "sampling_params", "outputs", "model_config", "weight_spec", "errors"}
+#: What a user of the package sees.
+PUBLIC = {"octavo", "llm", "config_sources"}
+#: Package (or top-level module) -> what it may import besides PLAIN and itself: "ops" means all of ops, "ops.api" one module.
+MAY_IMPORT: dict[str, set[str]] = {
+    "ops": {"_native"},
+    "quantization": {"ops"},
+    "distributed": {"ops"},
+    "sampling": {"ops"},
+    "layers": {"ops", "quantization", "distributed", "sampling"},
+    "models": {"layers", "ops.api"},
+    "loading": {"quantization", "ops.api"},
+    "tokenizer": set(),
+    "engine": {"tokenizer"},
+    "worker": {"models", "loading", "sampling", "ops", "engine.scheduler_output"},
+    "server": {"engine.async_engine", "tokenizer"},
+    "config_sources": set(),
+    "llm": {"engine", "worker", "loading", "tokenizer", "ops", "config_sources"},  # the wiring
+    "octavo": {"llm"},
+    "cli": PUBLIC | {"server", "bench", "lab"},
+    "bench": PUBLIC,
+    "lab": PUBLIC | {"ops.reference"},
+}
+#: Single imports beyond the table, each with its reason: (module, imported) -> reason.
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("cli.run", "loading.source"): "whether a single argument is a short model name",
+    ("cli.models", "loading.source"): "lists the short names and whether they are here",
+    ("cli.doctor", "loading.source"): "says whether the model is here, without loading it",
+    ("cli.doctor", "ops.api"): "OpNeeds, the question put to the registry",
+    ("cli.doctor", "ops.registry"): "shows each backend's reasons, without a model",
+    ("cli.doctor", "_native"): "shows the native module's levels, or why it cannot be used",
+}
+
+#: Third-party package -> modules or packages that may import it. What is not listed is not a dependency.
+THIRD_PARTY: dict[str, set[str]] = {
+    "numpy": {"ops", "quantization", "distributed", "sampling", "loading", "worker", "bench", "lab"},
+    "ml_dtypes": {"ops", "quantization", "loading"},
+    "torch": {"ops.torch", "ops.triton", "distributed", "lab"},
+    "triton": {"ops.triton"},
+    "tokenizers": {"tokenizer"},
+    "jinja2": {"tokenizer"},
+    "safetensors": {"loading"},
+    "huggingface_hub": {"loading"},
+    "yaml": {"config_sources"},
+    "typer": {"cli"},
+    "click": {"cli"},
+    "rich": {"cli", "bench"},
+    "msgspec": {"engine", "server"},
+    "zmq": {"engine"},
+    "prometheus_client": {"server"},
+    "fastapi": {"server"},
+    "starlette": {"server"},
+    "uvicorn": {"server"},
+    "pydantic": {"server"},
+    "httpx": {"bench"},
+    "streamlit": {"lab"},
+}
+#: Standard library modules that execute what they read.
+FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def modules(root: Path = SOURCE) -> dict[str, Path]:
+    """Dotted name inside the package ("ops.api"; "octavo" for the top) -> file."""
+    found = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        found[".".join(parts) or "octavo"] = path
+    return found
+
+
+def imports(name: str, source: str, is_package: bool) -> Iterator[tuple[str, int]]:
+    """(absolute dotted name, line) of everything a module imports; `from a import b` gives a.b."""
+    package = ["octavo", *([] if name == "octavo" else name.split("."))]
+    package = package if is_package else package[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((f"{stem}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__", "find_spec") and isinstance(node.args[0].value, str):
+                yield node.args[0].value, node.lineno
+
+
+def inside(name: str, allowed: set[str]) -> bool:
+    """Whether a dotted name is one of `allowed` or lies in one."""
+    return any(name == one or name.startswith(one + ".") for one in allowed)
+
+
+def violations(name: str, source: str, is_package: bool, known: set[str]) -> list[str]:
+    owner = name.split(".")[0]
+    if owner in PLAIN:
+        allowed = PLAIN
+    elif owner in MAY_IMPORT:
+        allowed = PLAIN | {owner} | MAY_IMPORT[owner]
+    else:
+        return [f"{name}: {owner} has no rule: add one to MAY_IMPORT"]
+    found = []
+    for target, line in imports(name, source, is_package):
+        top, _, rest = target.partition(".")
+        where = f"{name}:{line}"
+        if top == "octavo":
+            # `from octavo.ops import api` and `from octavo.ops.api import Ops`: the longest prefix that is a module
+            parts = rest.split(".") if rest else []
+            module = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known), "octavo")
+            if not inside(module, allowed) and not (name, module) in EXCEPTIONS:
+                found.append(f"{where} imports {module}")
+        elif top in FORBIDDEN:
+            found.append(f"{where} imports {top}, which runs what it reads")
+        elif top == "__future__" or top in sys.stdlib_module_names:
+            continue
+        elif not inside(name, THIRD_PARTY.get(top, set())) and _is_import(target, source):
+            found.append(f"{where} imports {top}")
+    return list(dict.fromkeys(found))  # `from octavo.x import a, b` breaks one rule once
+
+
+def _is_import(target: str, source: str) -> bool:
+    """find_spec("torch") only looks: it is not an import."""
+    return f'find_spec("{target}")' not in source
+
+
+def test_every_import_is_allowed():
+    known = set(modules()) | {"_native"}
+    found = [
+        line for name, path in modules().items() for line in violations(name, path.read_text("utf-8"), path.name == "__init__.py", known)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_exceptions_are_used():
+    for (module, target), reason in EXCEPTIONS.items():
+        source = modules()[module].read_text("utf-8")
+        assert reason and f"octavo.{target}" in source
+
+
+KNOWN = {"octavo", "llm", "config", "errors", "ops", "ops.api", "ops.registry", "engine", "engine.scheduler_output", "engine.request",
+         "engine.async_engine", "models", "loading", "loading.gguf", "lab", "_native", "worker", "server", "cli", "bench", "sampling",
+         "tokenizer", "layers", "layers.norm", "quantization", "ops.torch", "ops.reference"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.core", "import numpy"),
+        ("engine.core", "def f():\n    import torch"),
+        ("engine.core", "from octavo.ops.api import Ops"),
+        ("engine.core", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from octavo.worker import executor"),
+        ("layers.norm", "import numpy as np"),
+        ("layers.norm", "from octavo.models import llama"),
+        ("layers.norm", "from ..engine import request"),
+        ("models.llama", "from octavo.ops import registry"),
+        ("models.llama", "from octavo.loading.gguf import GGUFFile"),
+        ("worker.runner", "from octavo.engine.request import Request"),
+        ("worker.runner", "from octavo.engine import request"),
+        ("worker.runner", "import octavo.engine.request"),
+        ("ops.cpu.x", "import torch"),
+        ("ops.registry", "import importlib\nimportlib.import_module('octavo.worker')"),
+        ("ops.api", "from octavo import LLM"),
+        ("loading.gguf", "import gguf"),
+        ("loading.gguf", "import pickle"),
+        ("tokenizer.vocab", "import transformers"),
+        ("cli.main", "from octavo.worker import executor"),
+        ("llm", "from octavo.lab import lesson"),
+        ("server.app", "from octavo.bench import latency"),
+        ("config", "from octavo.ops.api import Ops"),
+        ("unheard_of.x", "x = 1"),
+    ],
+)
+def test_the_checker_refuses(module, source):
+    assert len(violations(module, source, False, KNOWN)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.core", "from octavo.engine.scheduler_output import TokenKind\nfrom octavo.tokenizer import t\nimport heapq"),
+        ("worker.runner", "from octavo.engine.scheduler_output import TokenKind\nfrom octavo.ops.registry import make_ops\nimport numpy as np"),
+        ("layers.norm", "from octavo.ops.api import Ops\nfrom octavo.errors import OctavoError"),
+        ("ops.torch.x", "import torch\nfrom torch import Tensor\nimport numpy as np"),
+        ("ops.registry", "import importlib\nimportlib.util.find_spec(\"torch\")\nimportlib.import_module('octavo._native')"),
+        ("cli.lab", "from octavo.lab import lesson\nfrom octavo import LLM\nimport typer"),
+        ("loading.weights", "from octavo.ops.api import PackedTensor\nfrom . import gguf"),
+    ],
+)
+def test_the_checker_accepts(module, source):
+    assert violations(module, source, False, KNOWN) == []

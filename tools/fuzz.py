@@ -1,0 +1,37 @@
+"""Runs the randomised tests (hypothesis) again and again with new seeds, until the time is up or one of them fails.
+
+Usage: .venv/bin/python tools/fuzz.py [--minutes 10] [arguments for pytest]
+Stateless; hypothesis keeps what failed in .hypothesis/, so the next `make test` tries it first.
+Not here: the tests; they are the ones of `make test`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import subprocess
+import sys
+import time
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="no new round after this long (default 10)")
+    options, rest = parser.parse_known_args()
+    end = time.monotonic() + 60 * options.minutes
+    rounds = 0
+    while rounds == 0 or time.monotonic() < end:
+        seed = secrets.randbelow(1 << 32)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "hypothesis and not slow", f"--hypothesis-seed={seed}", *rest]
+        print(f"round {rounds + 1}, --hypothesis-seed={seed}", flush=True)
+        code = subprocess.run(command, check=False).returncode
+        if code:
+            print(f"failed in round {rounds + 1}; again with: pytest --hypothesis-seed={seed}")
+            return code
+        rounds += 1
+    print(f"{rounds} rounds, nothing found")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
