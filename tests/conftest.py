@@ -38,26 +38,34 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         )
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    module, reason = _native()
-    terminalreporter.write_sep("-", "ISA levels")
-    if module is None:
-        terminalreporter.write_line(f"none: no native module ({reason}); only the reference was tested")
-        return
-    ran, skipped = isa_levels()
-    terminalreporter.write_line(f"ran: {', '.join(ran) or 'none'}")
-    for name, why in skipped.items():
-        terminalreporter.write_line(f"skipped: {name} ({why})")
+class IsaReport:
+    """Which instruction-set levels tests really ran at: those named in the parameters of a test that was called."""
+
+    def __init__(self) -> None:
+        module, self.missing = _native()
+        self.usable = list(module.isa_levels()) if module else []
+        self.known = list(module.known_isa_levels()) if hasattr(module, "known_isa_levels") else self.usable
+        self.ran: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and not report.skipped and "[" in report.nodeid:
+            parameters = report.nodeid.partition("[")[2].rstrip("]").split("-")
+            self.ran.update(level for level in self.usable if level in parameters)
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        terminalreporter.write_sep("-", "ISA levels")
+        if self.missing:
+            terminalreporter.write_line(f"none: no native module ({self.missing}); only the reference was tested")
+            return
+        terminalreporter.write_line(f"ran: {', '.join(name for name in self.usable if name in self.ran) or 'none'}")
+        for name in self.known:
+            if name not in self.ran:
+                why = "no test of this run named it" if name in self.usable else "this CPU lacks it"
+                terminalreporter.write_line(f"skipped: {name} ({why})")
 
 
-def isa_levels() -> tuple[list[str], dict[str, str]]:
-    """Levels the native module can run on this machine, and those it cannot, with the reason; none without the module."""
-    module, _ = _native()
-    if module is None:
-        return [], {}
-    usable = list(module.isa_levels())
-    known = list(module.known_isa_levels()) if hasattr(module, "known_isa_levels") else usable
-    return usable, {name: "this CPU lacks it" for name in known if name not in usable}
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(IsaReport(), "octavo-isa-report")
 
 
 @pytest.fixture(scope="session")

@@ -47,9 +47,9 @@ def test_decode_and_prefill_share_a_step():
     assert len(mixed) >= 7
 
 
-def stalls(core, watch) -> int:
+def stalls(core) -> int:
     """Most steps in a row that any running request got nothing, seen after a step."""
-    return max([core.scheduler.step - r.last_step for r in core.scheduler.running()], default=0) if watch else 0
+    return max((core.scheduler.step - r.last_step for r in core.scheduler.running()), default=0)
 
 
 def test_a_stream_is_never_starved_by_prompts():  # E14
@@ -94,15 +94,15 @@ def test_a_long_prompt_and_a_short_one_both_start_beside_endless_streams():  # E
     while "short" in core._requests or "long" in core._requests:
         collector.add(core.step())
         core.check_invariants()
-        assert stalls(core, True) <= bound
-        if core.scheduler.step - begun > 2 * bound:
+        assert stalls(core) <= bound
+        if core.scheduler.step - begun > 2 * (bound + 1):  # first the long one becomes the head, then the short one
             assert collector.tokens("short"), "the short prompt has no first token yet"
     chunks = [e for o in core.executor.outputs for e in o.entries if e.request_id == "long"]
-    assert core.scheduler.step - begun <= bound * (len(chunks) + 2)
+    assert core.scheduler.step - begun <= (bound + 1) * (len(chunks) + 2)
     core.abort(list(collector.outputs))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 12), st.integers(1, 6), st.integers(1, 4), st.integers(1, 10), st.integers(1, 8),
     st.lists(st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 12), st.sampled_from([1, 1, 3])), min_size=1, max_size=16),
@@ -119,21 +119,17 @@ def test_the_starvation_bound_holds(budget, decodes, prefills, seqs, stalled, ar
     due = sorted((wait * 3, i) for i, (wait, *_rest) in enumerate(arrivals))
     head, waited = None, 0
     for _ in range(3000):
-        while due and due[0][0] <= scheduler.step:
+        while due and (due[0][0] <= scheduler.step or not core.has_unfinished_requests()):
             core.add_request(orders[due.pop(0)[1]])
         if not due and not core.has_unfinished_requests():
             break
         first = scheduler.waiting.peek()
         free = len(scheduler.prefilling) < scheduler.max_prefills and scheduler.num_running < scheduler.max_running
         core.step()
-        if not core._requests:
-            scheduler.step += not due  # time passes until the next arrival
         waited = waited + 1 if first is not None and first is head and first in scheduler.waiting and free else 0
         head = first
         assert waited <= bound, "the first waiting request is starved"
-        assert stalls(core, True) <= bound, "a running request is starved"
-        if not core._requests and due:
-            scheduler.step = due[0][0]
+        assert stalls(core) <= bound, "a running request is starved"
     assert not core.has_unfinished_requests() and not due
 
 
@@ -146,7 +142,7 @@ def test_more_streams_than_decode_places_take_turns():
         core.add_request(order)
     while core.has_unfinished_requests():
         collector.add(core.step())
-        assert stalls(core, True) <= 3
+        assert stalls(core) <= 3
     check_against_reference(collector.outputs, orders, core.executor.info)
 
 

@@ -25,7 +25,8 @@ SOURCE = Path(octavo.__file__).parent
 ARRAY_TYPES = {"Array", "Any", "ndarray", "Tensor"}
 BATCH_FIELDS = {f.name for f in dataclasses.fields(ForwardBatch) if str(f.type).startswith("Array")}
 FREE_ATTRIBUTES = {"shape", "reshape"}
-EATERS = {"sum", "abs", "max", "min", "pow", "divmod", "round", "float", "int", "bool", "sorted", "all", "any", "list", "tuple", "iter", "map", "zip", "enumerate"}
+NUMBER_MAKERS = {"sum", "abs", "max", "min", "pow", "divmod", "round", "float", "int", "bool", "all", "any"}
+EATERS = NUMBER_MAKERS | {"sorted", "list", "tuple", "iter", "map", "zip", "enumerate"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -45,10 +46,11 @@ def parameters(function: Function) -> list[ast.arg]:
 
 
 def is_array_code(function: Function) -> bool:
-    wanted = ARRAY_TYPES | {"ForwardBatch"}
+    wanted = (ARRAY_TYPES | {"ForwardBatch"}) - {"Any"}
+    given = [words(arg.annotation) if arg.annotation else {"Any"} for arg in parameters(function)]
     if function.name == "__init__":  # a constructor is given numbers and opaque tables; an array there is said to be one
-        return any(arg.annotation and words(arg.annotation) & (wanted - {"Any"}) for arg in parameters(function))
-    return any(not arg.annotation or words(arg.annotation) == {"Any"} or words(arg.annotation) & (wanted - {"Any"}) for arg in parameters(function))
+        return any(names & wanted for names in given)
+    return any(names & wanted or names == {"Any"} for names in given)
 
 
 class Checker:
@@ -72,7 +74,8 @@ class Checker:
                     continue
                 for target, value in pairs:
                     if self.is_array(value):
-                        self.arrays |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+                        names = [node for node in ast.walk(target) if isinstance(node, ast.Name)]
+                        self.arrays |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
             if len(self.arrays) == before:
                 return
 
@@ -119,9 +122,8 @@ class Checker:
             yield "an array tested for truth"
         elif isinstance(node, ast.For | ast.comprehension) and self.is_array(node.iter):
             yield "an array iterated"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in EATERS:
-            if any(self.is_array(argument) for argument in node.args):
-                yield f"{node.func.id}() of an array"
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in EATERS and any(map(self.is_array, node.args)):
+            yield "a builtin given an array"
 
     def _basic(self, index: ast.expr) -> bool:
         if isinstance(index, ast.Tuple):
@@ -164,11 +166,12 @@ def function(body: str, signature: str = "self, x: Array, batch: ForwardBatch, n
     return f"def __call__({signature}):\n{lines}"
 
 
-BAD = [
+BAD = [  # bodies of a layer's __call__
     "return x + self.bias", "return x * 2", "x += y", "return -x", "return ~x", "return x @ self.w", "return n - 1", "return x > 0",
     "return x == 0", "return x.T", "return x.sum()", "return x.astype(int)", "return x.dtype", "return x.copy()", "return x.numpy()",
     "return self.ops.linear(x, self.w, n).float()", "y = self.norm(x)\nreturn y.mean()", "y = x[:4]\nreturn y.max()",
-    "return x[self.rows]", "return x[batch.positions]", "return x[[0, 1]]", "return x[x]", "return x[None]", "return x[True]", "return x[n]",
+    "return x[self.rows]", "return x[batch.positions]", "return x[[0, 1]]", "return x[x]", "return x[None]", "return x[True]",
+    "return x[n]",
     "x[:2] = y", "x[0] += y", "return sum(x)", "return max(self.norm(x))", "return float(x)", "return abs(batch.positions)",
     "for row in x:\n    pass", "return [row for row in x]", "if x:\n    pass", "return 1 if x else 2", "while x:\n    pass", "return not x",
     "return batch.positions.sum()", "return batch.seq_lens.tolist()", "return batch.token_ids + 1", "def inner():\n    return x * 2",
@@ -196,7 +199,9 @@ def test_the_checker_accepts(body):
     assert check(function(body)) == []
 
 
-@pytest.mark.parametrize("signature", ["self, x", "self, x: 'Array'", "self, x: Array | None", "*, x: Array", "self, *x: Array", "x: Any", "batch: ForwardBatch"])
+@pytest.mark.parametrize(
+    "signature", ["self, x", "self, x: 'Array'", "self, x: Array | None", "*, x: Array", "self, *x: Array", "x: Any", "batch: ForwardBatch"]
+)
 def test_array_code_by_signature(signature):
     assert check(function("return self.a * 2", signature))
 

@@ -132,6 +132,8 @@ HOSTILE = {
     "length of a string": (g.gguf([g.entry("a", g.STRING, g.string("x", 2**40))]), "needs 1099511627776 bytes"),
     "length wraps": (g.gguf([g.entry("a", g.STRING, g.string("x", 2**64 - 8))]), "needs 18446744073709551608 bytes"),
     "empty key": (g.gguf([g.uint("", 1)]), "empty"),
+    "key of two lines": (g.gguf([g.uint("a\nb", 1)]), "not printable"),
+    "tensor name of two lines": (g.gguf([], [g.tensor("a\x1b[2J\n", (2,))], ONE), "not printable"),
     "key not UTF-8": (g.gguf([g.uint(b"\xff", 1)]), "not UTF-8"),
     "value not UTF-8": (g.gguf([g.text("a", b"\xc3\x28")]), "not UTF-8"),
     "key twice": (g.gguf([g.uint("a", 1), g.uint("a", 2)]), "there twice"),

@@ -204,13 +204,17 @@ def test_bad_windows(settings, message):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be"),
         ({"rms_norm_eps": 5}, "rms_norm_eps must be"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be"),
+        ({"hidden_size": 10**400}, "hidden_size must be"),
+        ({"model_type": "a\nb\ud800" * 1000}, "is not supported"),
+        ({"hidden_act": "a\nb" * 1000}, "is not supported"),
         ({"attention_bias": 1}, "attention_bias must be"),
     ],
 )
 def test_bad_configs_name_the_field(settings, message):
     with pytest.raises(ModelLoadError, match=message) as error:
         llama(**settings)
-    assert str(error.value).startswith("config.json: ") and len(str(error.value)) < 300
+    assert str(error.value).startswith("config.json: ") and len(str(error.value)) < 300 and str(error.value).isprintable()
 
 
 def test_files(tmp_path):

@@ -125,7 +125,7 @@ def violations(name: str, source: str, is_package: bool, known: set[str]) -> lis
             # `from octavo.ops import api` and `from octavo.ops.api import Ops`: the longest prefix that is a module
             parts = rest.split(".") if rest else []
             module = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known), "octavo")
-            if not inside(module, allowed) and not (name, module) in EXCEPTIONS:
+            if not inside(module, allowed) and (name, module) not in EXCEPTIONS:
                 found.append(f"{where} imports {module}")
         elif top in FORBIDDEN:
             found.append(f"{where} imports {top}, which runs what it reads")
@@ -196,7 +196,7 @@ def test_the_checker_refuses(module, source):
     ("module", "source"),
     [
         ("engine.core", "from octavo.engine.scheduler_output import TokenKind\nfrom octavo.tokenizer import t\nimport heapq"),
-        ("worker.runner", "from octavo.engine.scheduler_output import TokenKind\nfrom octavo.ops.registry import make_ops\nimport numpy as np"),
+        ("worker.runner", "from octavo.engine.scheduler_output import TokenKind\nfrom octavo.ops.registry import x\nimport numpy as np"),
         ("layers.norm", "from octavo.ops.api import Ops\nfrom octavo.errors import OctavoError"),
         ("ops.torch.x", "import torch\nfrom torch import Tensor\nimport numpy as np"),
         ("ops.registry", "import importlib\nimportlib.util.find_spec(\"torch\")\nimportlib.import_module('octavo._native')"),

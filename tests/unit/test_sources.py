@@ -316,7 +316,7 @@ def test_chat_templates(folder):
     assert resolve_source(str(folder)).tokenizer_config == {}
 
 
-@pytest.mark.parametrize("value", [3, {"a": 1}, ["x"], [{"template": "x"}], [{"name": "default", "template": 3}]])
+@pytest.mark.parametrize("value", [3, "\ud800", {"a": 1}, ["x"], [{"template": "x"}], [{"name": "default", "template": 3}]])
 def test_bad_chat_templates(folder, value):
     edit(folder / "tokenizer_config.json", chat_template=value)
     with pytest.raises(ModelLoadError, match="tokenizer_config.json: chat_template must be text"):

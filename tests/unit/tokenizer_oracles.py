@@ -22,7 +22,7 @@ NASTY = [
     "Hello, world! It's 12:34 and I'd say WE'LL SEE they'VE gone; DON'T, don’t.",
     "The quick brown fox jumps over the lazy dog. 1234567890 3.14159 1,000,000 ½ ² Ⅷ ٣٤ १२३ 0x1F",
     "def f(x):\n\tif x:\n\t\treturn x**2  # comment\n\n\n    return None\r\n\r\n",
-    "#include <stdio.h>\nint main() { printf(\"%d\\n\", 1<<3); return 0; }",
+    '#include <stdio.h>\nint main() { printf("%d\\n", 1<<3); return 0; }',
     "   leading and   inner     runs \t\t tabs \n \n  \n\n\n\n end   ",
     "\n\n\n\n\n",
     " " * 70 + "x" + " " * 33 + "\t" * 40 + "\n" * 50,

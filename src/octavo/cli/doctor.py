@@ -23,7 +23,7 @@ from octavo.errors import OctavoError
 if TYPE_CHECKING:
     from octavo.model_config import ModelConfig
 
-PACKAGES = ("numpy", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "torch")
+PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "jinja2", "torch")
 EXAMPLES = """\b
 Examples:
   octavo doctor

@@ -47,7 +47,16 @@ class LazyGroup(typer.core.TyperGroup):
         module = importlib.import_module(f"octavo.cli.{cmd_name}")
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(cmd_name, epilog=module.EXAMPLES)(module.command)
-        return typer.main.get_command(app)
+        command = typer.main.get_command(app)
+        for parameter in command.params:
+            parameter.process_value = _as_parsed  # type: ignore[method-assign]
+        return command
+
+
+def _as_parsed(ctx: Any, value: Any) -> Any:
+    """In place of typer's conversion, which imports pydantic: that takes longer than all the rest of the parsing. Our
+    commands take text, true and false, and what is text is converted by config_sources.coerce."""
+    return value
 
 
 def root(

@@ -63,7 +63,7 @@ def chosen_model(config: EngineConfig, positional: str | None) -> EngineConfig:
 def engine_options(command: Command) -> Command:
     """The command gets `config: EngineConfig` from --config, OCTAVO_* and the flags."""
     extra = {
-        "config_file": Annotated[Path | None, typer.Option("--config", metavar="FILE", help="settings as YAML (also OCTAVO_CONFIG)")],
+        "config_file": Annotated[str | None, typer.Option("--config", metavar="FILE", help="settings as YAML (also OCTAVO_CONFIG)")],
         "debug": Annotated[bool, typer.Option("--debug", help="show tracebacks and what the engine logs")],
     }
     helps = {field.name: field.metadata["help"] for field in fields(EngineConfig)}
@@ -86,7 +86,7 @@ def sampling_options(without: frozenset[str] = frozenset()) -> Callable[[Command
 def _params(given: dict[str, Any]) -> SamplingParams:
     values = {}
     for name, value in given.items():
-        if value is None or value == []:
+        if value is None or len(value) == 0 if name in REPEATED else value is None:
             continue
         try:
             values[name] = value if name in REPEATED else coerce(value, field_types(SamplingParams)[name])

@@ -228,6 +228,8 @@ class Scheduler:
         popped = self.waiting.pop()
         assert popped is request, "only the first in the queue is admitted"
         self._blocked = None
+        if request is not self._head:
+            request.last_step = self.step - 1  # it has not waited as the first one
         self.prefilling[request.request_id] = request
         request.status = RequestStatus.RUNNING
         if not request.was_admitted:

@@ -6,7 +6,6 @@ Not here: which fields a format has (hf_config.py, gguf_config.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +54,7 @@ class Fields:
     def number(self, key: str, low: float, high: float, default: Any = _REQUIRED) -> float:
         """A finite number in [low, high]."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:  # false for NaN
             raise self.fail(f"{key} must be a number from {low:g} to {high:g}, got {shown(value)}")
         return float(value)
 

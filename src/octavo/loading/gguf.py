@@ -161,6 +161,13 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.fail(f"{what} is not UTF-8 (byte {start + error.start})") from None
 
+    def name(self, what: str) -> str:
+        """A string that messages and logs may show as it is."""
+        name = self.string(what, MAX_NAME_BYTES)
+        if not name or not name.isprintable():
+            raise self.fail(f"{what} is {'not printable: ' + shown(name) if name else 'empty'}")
+        return name
+
     def strings(self, count: int, what: str) -> list[str]:
         """`count` strings in a row. A vocabulary has 10^5 of them, so the usual case is done by whole-array steps."""
         out = _split_strings(self.buffer, self.pos, count) if count >= 64 else None
@@ -241,9 +248,9 @@ class GGUFFile:
         num_tensors, num_keys = self._preamble(cursor)
         alignment = DEFAULT_ALIGNMENT
         for _ in range(num_keys):
-            key = cursor.string("a metadata key", MAX_NAME_BYTES)
-            if not key or key in self.metadata:
-                raise cursor.fail(f"the metadata key {shown(key)} is {'there twice' if key else 'empty'}")
+            key = cursor.name("a metadata key")
+            if key in self.metadata:
+                raise cursor.fail(f"the metadata key {shown(key)} is there twice")
             kind, value = cursor.value(key)
             if key == "general.alignment":
                 alignment = self._alignment(cursor, kind, value)
@@ -277,7 +284,7 @@ class GGUFFile:
 
     def _tensor_info(self, cursor: _Cursor) -> GGUFTensor:
         """One entry of the table, with the offset still relative to the data section."""
-        name = cursor.string("a tensor name", MAX_NAME_BYTES)
+        name = cursor.name("a tensor name")
         what = f"tensor {shown(name)}"
         num_dims = cursor.u32(what)
         if not 1 <= num_dims <= MAX_DIMS:

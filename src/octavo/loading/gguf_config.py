@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.errors import shown
 from octavo.loading.fields import Fields, check_model_config
 from octavo.loading.gguf import GGUFFile
 from octavo.loading.tensor_source import GGUFSource, vector
@@ -115,7 +116,7 @@ def _vocab_size(file: GGUFFile, fields: Fields) -> int:
         raise fields.fail("the tensor token_embd.weight is missing or not a matrix")
     rows = embedding.shape[0]
     if fields.get("vocab_size", rows) != rows:
-        raise fields.fail(f"vocab_size is {fields.get('vocab_size')!s:.40}, but token_embd.weight has {rows} rows")
+        raise fields.fail(f"vocab_size is {shown(fields.get('vocab_size'))}, but token_embd.weight has {rows} rows")
     return Fields({"vocab_size": rows}, fields.where).size("vocab_size", "vocab_size")
 
 

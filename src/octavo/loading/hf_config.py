@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from octavo.errors import shown
 from octavo.loading.fields import Fields, check_model_config
 from octavo.loading.json_file import read_json_object
 from octavo.model_config import ModelConfig, RopeConfig
@@ -34,7 +35,7 @@ def parse_hf_config(values: Mapping[str, Any], where: str = "config.json") -> Mo
         name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else "unknown"
         raise fields.fail(f"weights quantised by {shown(name)} are not supported: use the original model or a GGUF file")
     if (act := fields.word("hidden_act", "silu")) not in ("silu", "swish"):
-        raise fields.fail(f"hidden_act {act!r} is not supported, only silu")
+        raise fields.fail(f"hidden_act {shown(act)} is not supported, only silu")
     hidden = fields.size("hidden_size", "hidden_size")
     heads = fields.size("num_attention_heads", "num_heads")
     head_dim = fields.get("head_dim", None)

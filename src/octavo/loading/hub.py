@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from octavo.errors import ModelLoadError
+from octavo.errors import ModelLoadError, shown
 from octavo.loading.hf_config import read_hf_config
 
 Progress = Callable[[int, int], None]
@@ -73,7 +73,7 @@ def _explain(error: Exception, model_id: str, revision: str | None) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{model_id}: not found on the Hugging Face Hub (if it is private, set HF_TOKEN)"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{model_id}: has no revision {revision!r}"
+        return f"{model_id}: has no revision {shown(revision)}"
     if isinstance(error, errors.LocalEntryNotFoundError):
         cause, here = error.__cause__, f"{model_id}: not (completely) in the local cache"
         if cause is None or isinstance(cause, errors.OfflineModeIsEnabled):

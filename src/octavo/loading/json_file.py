@@ -30,7 +30,7 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise ModelLoadError(f"{where}: not valid JSON: {shown(error)}") from None
+        raise ModelLoadError(f"{where}: not valid JSON: {str(error)[:120]}") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{where}: not a JSON object")
     return value

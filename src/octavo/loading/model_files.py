@@ -151,9 +151,13 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _text_or_none(value: Any, where: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ModelLoadError(f"{where} must be text")
-    return value
+    if value is None:
+        return None
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):  # no string, or one with half a character, as JSON allows
+        raise ModelLoadError(f"{where} must be text") from None
+    return str(value)
 
 
 def _folder_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

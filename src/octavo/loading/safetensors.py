@@ -20,6 +20,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 1 << 25
 MAX_DIMS = 8
+MAX_NAME_CHARS = 1 << 10
 
 #: Bytes per value of every dtype the format knows; only some can be loaded (tensor_source.py).
 _ITEM_BYTES = {
@@ -79,6 +80,8 @@ class SafetensorsFile:
             raise self._fail(f"{self.mapped.size - end} bytes follow the last tensor")
 
     def _tensor(self, name: str, entry: Any, start: int) -> SafetensorsTensor:
+        if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # messages and logs may show it as it is
+            raise self._fail(f"a tensor has the name {shown(name)}")
         if not isinstance(entry, dict):
             raise self._fail(f"the entry of tensor {shown(name)} is not an object")
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

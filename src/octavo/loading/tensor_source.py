@@ -88,7 +88,9 @@ class SafetensorsSource:
         tensor = self.checkpoint.tensors[name]
         transcoder = _SAFETENSORS_TYPES.get(tensor.dtype)
         if transcoder is None:
-            raise ModelLoadError(f"{tensor.file.path}: tensor {shown(name)} has the dtype {tensor.dtype}; only F32, F16 and BF16 are supported")
+            raise ModelLoadError(
+                f"{tensor.file.path}: tensor {shown(name)} has the dtype {tensor.dtype}; only F32, F16 and BF16 are supported"
+            )
         return transcoder(tensor.raw(), _as_matrix(tensor.shape))
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ def numpy_buffer(num_bytes: int) -> np.ndarray[Any, Any]:
 
 
 def numpy_view(buffer: np.ndarray[Any, Any], offset: int, shape: Shape, dtype: Any) -> np.ndarray[Any, Any]:
-    return np.ndarray(shape, dtype, buffer=buffer, offset=offset)  # type: ignore[arg-type]
+    return np.ndarray(shape, dtype, buffer=buffer, offset=offset)
 
 
 class _Scope:

@@ -49,9 +49,10 @@ def dequantize_rows(packed: PackedTensor, rows: slice, out: Float32Array) -> Non
         blocks = out.reshape(out.shape[0], -1, block)
         np.subtract(q.reshape(blocks.shape), np.float32(packed.zero), out=blocks)
         assert packed.scale is not None  # check_packed
-        blocks *= packed.scale[rows].astype(np.float32)[:, :, None]
-        if packed.offset is not None:
-            blocks += packed.offset[rows].astype(np.float32)[:, :, None]
+        with np.errstate(over="ignore", invalid="ignore"):  # a damaged file may hold NaN or infinite scales: so be it
+            blocks *= packed.scale[rows].astype(np.float32)[:, :, None]
+            if packed.offset is not None:
+                blocks += packed.offset[rows].astype(np.float32)[:, :, None]
 
 
 def stack_rows(parts: Sequence[PackedTensor]) -> Float32Array:

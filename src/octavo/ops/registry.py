@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.ops.api import Ops, OpNeeds
+from octavo.ops.api import OpNeeds, Ops
 from octavo.ops.needs import OP_GROUPS, OP_NAMES
 
 BACKENDS = ("cpu", "reference", "torch")
@@ -162,7 +162,7 @@ def _build(name: str, config: EngineConfig) -> Ops:
     if name == "torch":
         from octavo.ops.torch import TorchOps
 
-        return TorchOps(rows, device=config.device)
+        return cast(Ops, TorchOps(rows, device=config.device))  # its batches are TorchBatch, as to_device makes them
     from octavo.ops.reference import ReferenceOps
 
     return ReferenceOps(rows)

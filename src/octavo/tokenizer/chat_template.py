@@ -177,7 +177,9 @@ class ChatTemplate:
 
     def _guard_text(self, text: str, guard: str, special_only: bool) -> str:
         controls = self._tokenizer.controls
-        places = {match.start + 1 for match in controls.find(text, special_only=special_only)}
+        places: set[int] = set()
+        for start, end, _ in controls.find(text, special_only=special_only):
+            places |= {start + 1} if end > start + 1 else {start, end}
         core = text.strip()  # templates trim, and so bring the edges of the text together with what surrounds it
         if core:
             begins, ends = controls.touches_edge(core)

@@ -66,12 +66,11 @@ def pick_template(value: Any) -> str | None:
 
 
 def _size(backend: tokenizers.Tokenizer) -> int:
-    size = backend.get_vocab_size(with_added_tokens=True)
-    if size == 0:
+    """One more than the highest id; a published file may leave numbers out."""
+    vocab = backend.get_vocab(with_added_tokens=True)
+    if not vocab:
         raise ModelLoadError("tokenizer.json holds no tokens")
-    if backend.id_to_token(size - 1) is None or backend.id_to_token(size) is not None:  # ids with holes
-        size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-    return max(size, max(backend.get_added_tokens_decoder(), default=0) + 1)
+    return max(vocab.values()) + 1
 
 
 def _component(part: Any) -> list[dict[str, Any]]:

@@ -20,9 +20,7 @@ _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
 #: The cl100k pattern of tiktoken and its kin, which differ in how many digits go together.
 _LLAMA3 = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS}{_SPACES}"
 _QWEN2 = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}|{_SYMBOLS}{_SPACES}"
-_QWEN35 = (
-    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
-)
+_QWEN35 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
@@ -41,8 +39,7 @@ _DEEPSEEK_LETTERS = (
 )
 _CJK = "[一-龥ࠀ-一가-\ud7ff]+"
 _DEEPSEEK3 = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|"""
-    + _SPACES
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|""" + _SPACES
 )
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
@@ -62,9 +59,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "viking": (_BLOOM, r"\p{N}"),
     "tekken": (_cased("", r"\p{N}"),),
     "gpt-4o": (_cased(_CONTRACTION + "?", r"\p{N}{1,3}"),),
-    "bailingmoe": (
-        rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}",
-    ),
+    "bailingmoe": (rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}",),
     "seed-coder": (rf"{_CONTRACTION}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_SPACES}",),
     "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
 }

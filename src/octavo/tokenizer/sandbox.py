@@ -19,6 +19,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
@@ -104,6 +105,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         tree = self.parse(source)
         self._macro_chars = max((_static_chars(m) for m in tree.find_all(nodes.Macro)), default=0)
         return self.from_string(_bounded(tree, self))
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        """jinja2 would print an unsafe attribute as nothing; here the template fails at once."""
+        raise SecurityError(f"access to attribute {attribute!r:.60} of {type(obj).__name__!r} is not allowed")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _budget(context)._spend()

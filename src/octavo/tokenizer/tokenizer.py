@@ -92,8 +92,8 @@ class Tokenizer:
     def encode_rendered(self, text: str, literal_marks: Sequence[int] = ()) -> list[int]:
         """Token ids of a rendered chat template: control tokens are parsed, no BOS or EOS is added.
 
-        literal_marks: sorted offsets into `text`; a control token that contains one (start < mark <= end) came from a
-        message and stays text (chat_template.py).
+        literal_marks: sorted offsets into `text`; a control token with one inside came from a message and stays text
+        (chat_template.py).
         """
         ids: list[int] = []
         position = 0
@@ -129,7 +129,8 @@ class Tokenizer:
         """What the token adds to the text, as UTF-8 bytes (maybe part of a character). Raises InvalidRequestError."""
         piece = self._pieces.get(token_id)
         if piece is None:
-            piece = self._pieces[self._checked(token_id)] = self._make_bytes(token_id)
+            piece = self._make_bytes(self._checked(token_id))
+            self._pieces[token_id] = piece
         return piece
 
     def token_text(self, token_id: int) -> str:

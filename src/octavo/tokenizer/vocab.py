@@ -7,7 +7,7 @@ Not here: encoding and decoding (tokenizer.py).
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -68,7 +68,7 @@ class ControlTokens:
         self._edges: tuple[frozenset[str], frozenset[str]] | None = None
 
     def find(self, text: str, marks: Sequence[int] = (), *, special_only: bool = False) -> Iterator[ControlMatch]:
-        """Occurrences in order. One that has a mark m (sorted offsets) with start < m <= end is text and is passed over."""
+        """Occurrences in order. One that has a mark (sorted offsets) inside, or on both sides of its one character, is passed over."""
         position = 0
         while self._first is not None and (hit := self._first.search(text, position)):
             start = hit.start()
@@ -78,7 +78,7 @@ class ControlTokens:
                 token = self.tokens.get(text[start:end]) if end <= len(text) else None
                 if token is None or (special_only and not token.special):
                     continue
-                if marks and bisect_right(marks, end) > bisect_right(marks, start):
+                if marks and _is_marked(marks, start, end):
                     continue
                 if token.single_word and (_is_word(text[start - 1 : start]) or _is_word(text[end : end + 1])):
                     continue
@@ -97,6 +97,12 @@ class ControlTokens:
         suffixes, prefixes = self._edges
         reach = range(1, min(self._longest, len(text) + 1))
         return any(text[:n] in suffixes for n in reach), any(text[-n:] in prefixes for n in reach)
+
+
+def _is_marked(marks: Sequence[int], start: int, end: int) -> bool:
+    if end == start + 1:
+        return start in marks and end in marks
+    return bisect_left(marks, end) > bisect_right(marks, start)
 
 
 def _is_word(char: str) -> bool:

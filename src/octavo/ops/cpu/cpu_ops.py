@@ -214,4 +214,4 @@ def _rows(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The array itself where its rows are contiguous and aligned, else a copy: files promise neither."""
     contiguous = values.ndim == 2 and (values.shape[1] <= 1 or values.strides[1] == values.itemsize)
     whole = values.ndim == 2 and values.strides[0] % values.itemsize == 0
-    return values if contiguous and whole and values.flags.aligned else np.ascontiguousarray(values)
+    return values if contiguous and whole and values.flags.aligned else values.copy()

@@ -99,7 +99,7 @@ def attend_rows(
     if softcap:
         scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
     scores = scores.reshape(num_kv_heads, rows, -1, k.shape[1])
-    hidden = key_positions > positions[:, None]
+    hidden: npt.NDArray[np.bool_] = key_positions > positions[:, None]  # [n, m]
     if window is not None:
         hidden |= key_positions <= positions[:, None] - window
     np.copyto(scores, np.float32(-np.inf), where=hidden[None, :, None, :])
@@ -107,6 +107,7 @@ def attend_rows(
     weights = np.exp(scores, out=scores)
     weights /= weights.sum(axis=-1, keepdims=True)
     # What lies in the pool beyond a sequence is stale and may not be finite: weight 0 must mean 0.
-    v = np.where(hidden.all(axis=0)[None, :, None], np.float32(0), v)
-    mixed = weights.reshape(num_kv_heads, -1, k.shape[1]) @ v
+    never_seen: npt.NDArray[np.bool_] = np.all(hidden, axis=0)
+    v = np.where(never_seen[None, :, None], np.float32(0), v)
+    mixed: Float32Array = weights.reshape(num_kv_heads, -1, k.shape[1]) @ v
     return mixed.reshape(num_kv_heads, rows, -1, dim).transpose(1, 0, 2, 3).reshape(rows, num_heads, dim)
