@@ -343,3 +343,19 @@ def test_edges():
     assert controls.touches_edge("_end|> x") == (True, False)
     assert controls.touches_edge("<|im_end|>") == controls.touches_edge("plain") == (False, False)
     assert ControlTokens({}).touches_edge("x") == (False, False)
+
+
+def test_load_tokenizer_takes_the_file_else_the_metadata(tmp_path):
+    from types import SimpleNamespace
+
+    from octavo.tokenizer import load_tokenizer
+
+    save(tmp_path, letters())
+    files = SimpleNamespace(name="m", gguf_metadata=None, tokenizer_path=tmp_path / "tokenizer.json", tokenizer_config={"eos_token": "~"})
+    assert load_tokenizer(files).special_tokens_map == {"eos_token": "~"}
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": []}
+    files = SimpleNamespace(name="m", gguf_metadata=metadata, tokenizer_path=None, tokenizer_config={})
+    assert load_tokenizer(files).encode("a") == [0]
+    files.gguf_metadata = None
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        load_tokenizer(files)

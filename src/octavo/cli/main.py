@@ -47,15 +47,21 @@ class LazyGroup(typer.core.TyperGroup):
         module = importlib.import_module(f"octavo.cli.{cmd_name}")
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(cmd_name, epilog=module.EXAMPLES)(module.command)
-        command = typer.main.get_command(app)
-        for parameter in command.params:
-            parameter.process_value = _as_parsed  # type: ignore[method-assign]
-        return command
+        return without_conversion(typer.main.get_command(app))
+
+
+def without_conversion(command: Any) -> Any:
+    """`command` with its arguments left as they were parsed: text, lists of text, true and false.
+
+    Typer's own conversion imports pydantic, which takes longer than all the rest of the parsing; what a flag's text means
+    is for config_sources.coerce to say.
+    """
+    for parameter in command.params:
+        parameter.process_value = _as_parsed
+    return command
 
 
 def _as_parsed(ctx: Any, value: Any) -> Any:
-    """In place of typer's conversion, which imports pydantic: that takes longer than all the rest of the parsing. Our
-    commands take text, true and false, and what is text is converted by config_sources.coerce."""
     return value
 
 
@@ -103,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _invoke(arguments: list[str]) -> int:
     app = typer.Typer(cls=LazyGroup, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True, epilog=EXAMPLES)(root)
-    group = typer.main.get_command(app)
+    group = without_conversion(typer.main.get_command(app))
     try:
         with group.make_context("octavo", list(arguments)) as context:
             result = group.invoke(context)

@@ -86,7 +86,7 @@ def sampling_options(without: frozenset[str] = frozenset()) -> Callable[[Command
 def _params(given: dict[str, Any]) -> SamplingParams:
     values = {}
     for name, value in given.items():
-        if value is None or len(value) == 0 if name in REPEATED else value is None:
+        if value is None or (name in REPEATED and not value):
             continue
         try:
             values[name] = value if name in REPEATED else coerce(value, field_types(SamplingParams)[name])
