@@ -27,11 +27,11 @@ CAPACITY_ROWS = 64
 
 #: Largest error allowed, as a fraction of a natural scale: the result (rms_norm, silu_mul), |x| @ |W| + |bias| (linear),
 #: |x| (rope), the largest |v| (attend). float32 everywhere but for the native linear over quantised weights, whose
-#: activations are int8 per block of 32: plus "int8" times half a step of each block times |W|.
+#: activations are 15-bit integers per block of 32: plus "step" times half a step of each block times |W|.
 TOLERANCE: dict[str, dict[str, float]] = {
     "reference": {"rms_norm": 2e-6, "silu_mul": 2e-6, "linear": 2e-6, "rope": 1e-6, "attend": 1e-5},
     "torch": {"rms_norm": 2e-6, "silu_mul": 2e-6, "linear": 2e-6, "rope": 1e-6, "attend": 1e-5},
-    "cpu": {"rms_norm": 2e-6, "silu_mul": 2e-6, "linear": 2e-6, "rope": 1e-6, "attend": 1e-5, "int8": 1.0},
+    "cpu": {"rms_norm": 2e-6, "silu_mul": 2e-6, "linear": 2e-6, "rope": 1e-6, "attend": 1e-5, "step": 1.0},
 }
 
 
@@ -192,10 +192,10 @@ def linear_allowed(backend: Backend, kind: str, x: np.ndarray, matrix: np.ndarra
     x, size = np.abs(x.astype(np.float64)), np.abs(matrix)
     scale = x @ size.T
     allowed = limits["linear"] * (scale + np.abs(bias)) + 1e-12
-    if "int8" in limits and kind.startswith("q"):
-        steps = [x[:, k : k + 32].max(axis=1, initial=0.0) / 127 for k in range(0, x.shape[1], 32)]
+    if "step" in limits and kind.startswith("q"):
+        steps = [x[:, k : k + 32].max(axis=1, initial=0.0) / (127 * 128) for k in range(0, x.shape[1], 32)]
         half_steps = np.repeat(np.stack(steps, axis=1) / 2, 32, axis=1)[:, : x.shape[1]]
-        allowed += limits["int8"] * half_steps @ size.T
+        allowed += limits["step"] * half_steps @ size.T
     return allowed
 
 

@@ -44,7 +44,8 @@ def fill(ops, kv, spec: KVSpec, batch, layer: int, contents: list[np.ndarray]) -
 def case(rng, ops, spec: KVSpec, segments: list[Segment], heads: int, layer: int):
     kv = poisoned_pool(ops, spec)
     batch = make_batch(rng, segments, spec, kv)
-    contents = [oracle.round_kv(rng.standard_normal((2, spec.num_kv_heads, s.length, spec.head_dim)), spec.dtype).astype(np.float32) for s in segments]
+    shapes = [(2, spec.num_kv_heads, s.length, spec.head_dim) for s in segments]
+    contents = [oracle.round_kv(rng.standard_normal(shape), spec.dtype).astype(np.float32) for shape in shapes]
     fill(ops, kv, spec, batch, layer, contents)
     q = rng.standard_normal((batch.num_rows, heads, spec.head_dim)).astype(np.float32)
     return batch, contents, q
@@ -172,7 +173,8 @@ def test_copy_blocks(dtype):
     origin = [1, 1, 8, 3, 1, 5, 6, 7, 8]
     assert all(np.array_equal(after[b], before[origin[b]]) for b in range(9))
     for sources, targets, error in (
-        ([0], [9], IndexError), ([-1], [1], IndexError), ([0, 1], [2], ValueError), ([0, 1], [1, 2], ValueError), ([0, 1], [2, 2], ValueError),
+        ([0], [9], IndexError), ([-1], [1], IndexError), ([0, 1], [2], ValueError), ([0, 1], [1, 2], ValueError),
+        ([0, 1], [2, 2], ValueError),
     ):  # fmt: skip
         with pytest.raises(error):
             ops.copy_blocks(kv, sources, targets)
@@ -192,7 +194,8 @@ def test_block_bytes_are_what_the_pool_takes():
     "change,error",
     [
         ({"num_blocks": 1 << 60}, MemoryError), ({"num_blocks": 1 << 45}, MemoryError), ({"num_layers": 1 << 62}, MemoryError),
-        ({"num_blocks": 0}, ConfigError), ({"num_blocks": -1}, ConfigError), ({"num_layers": 0}, ConfigError), ({"num_kv_heads": -3}, ConfigError),
+        ({"num_blocks": 0}, ConfigError), ({"num_blocks": -1}, ConfigError),
+        ({"num_layers": 0}, ConfigError), ({"num_kv_heads": -3}, ConfigError),
         ({"head_dim": 7}, ConfigError), ({"head_dim": 6}, ConfigError), ({"head_dim": 258}, ConfigError), ({"block_size": 32}, ConfigError),
         ({"dtype": "int8"}, ConfigError),
     ],
@@ -279,15 +282,14 @@ def test_rope_kv_write_refuses_bad_arguments():
     rope = ops.rope_table(RopeConfig(dim=16), 32)
     ops.rope_kv_write(qkv, rope, 0, batch, 0, 4)
     slots = batch.slot_mapping[0]
-    bad_batches = [
-        replace(batch, slot_mapping=(np.where(np.arange(4) == 3, value, slots),)) for value in (-1, 8 * 16, 2**62)
-    ] + [replace(batch, positions=batch.positions + 32), replace(batch, positions=batch.positions - 30), replace(batch, positions=batch.positions[:3]),
-         replace(batch, slot_mapping=(slots[:3],)), replace(batch, slot_mapping=(slots.astype(np.int32),))]  # fmt: skip
+    bad_slots = [np.where(np.arange(4) == 3, value, slots) for value in (-1, 8 * 16, 2**62)] + [slots[:3], slots.astype(np.int32)]
+    bad_batches = [replace(batch, slot_mapping=(bad,)) for bad in bad_slots]
+    bad_batches += [replace(batch, positions=bad) for bad in (batch.positions + 32, batch.positions - 30, batch.positions[:3])]
     for bad in bad_batches:
         with pytest.raises((ValueError, IndexError, TypeError)):
             ops.rope_kv_write(qkv, rope, 0, bad, 0, 4)
     for heads in (0, -4, 3, 5, 1 << 40):
-        with pytest.raises((ValueError, MemoryError, OverflowError)):
+        with pytest.raises(ValueError):
             ops.rope_kv_write(qkv, rope, 0, batch, 0, heads)
     with pytest.raises(ValueError, match="wider"):
         ops.rope_kv_write(qkv, ops.rope_table(RopeConfig(dim=18), 32), 0, batch, 0, 4)

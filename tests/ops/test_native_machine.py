@@ -56,7 +56,8 @@ def test_levels_are_those_of_the_cpu():
 
 @pytest.mark.parametrize("isa", _native.isa_levels())
 def test_the_environment_forces_a_level(isa):
-    result = python("print(native.isa(), CpuOps(8, threads=1).describe()['isa'], CpuOps(8, threads=1, isa='portable').describe()['isa'])", OCTAVO_CPU_ISA=isa)
+    code = "isa = lambda ops: ops.describe()['isa']; print(native.isa(), isa(CpuOps(8)), isa(CpuOps(8, isa='portable')))"
+    result = python(code, OCTAVO_CPU_ISA=isa)
     assert result.stdout.split() == [isa, isa, "portable"], result.stderr
 
 
@@ -84,7 +85,8 @@ def test_thread_counts():
 
 @linux_only
 def test_threads_follow_the_affinity_mask():
-    result = python("import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(native.affinity_cpus(), native.available_threads())")
+    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(native.affinity_cpus(), native.available_threads())"
+    result = python(code)
     assert result.stdout.split() == ["1", "1"], result.stderr
 
 

@@ -38,6 +38,7 @@ static inline VI vi_add(VI x, VI y) { return {_mm256_add_epi32(x.a, y.a), _mm256
 static inline VI vi_sub(VI x, VI y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 static inline VI vi_and(VI x, VI y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 static inline VI vi_max(VI x, VI y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+template <int S> static inline VI vi_sra(VI x) { return {_mm256_srai_epi32(x.a, S), _mm256_srai_epi32(x.b, S)}; }
 template <int S> static inline VI vi_shl(VI x) { return {_mm256_slli_epi32(x.a, S), _mm256_slli_epi32(x.b, S)}; }
 
 static inline VF vf_load_f16(const uint16_t* p) {
@@ -71,40 +72,46 @@ static inline CF cf_fma(CF x, CF y, CF z) { return _mm256_fmadd_ps(x, y, z); }
 static inline CF cf_from_int(CI x) { return _mm256_cvtepi32_ps(x); }
 static inline CI ci_sub_set1(CI x, int32_t y) { return _mm256_sub_epi32(x, _mm256_set1_epi32(y)); }
 
-// Four consecutive activations in every 32-bit lane.
-static inline __m256i four_of(const ActBlock* x, int group) {
+// Four consecutive bytes of a plane in every 32-bit lane.
+static inline __m256i four_of(const int8_t* plane, int group) {
     int32_t four;
-    __builtin_memcpy(&four, x->q + 4 * group, 4);
+    __builtin_memcpy(&four, plane + 4 * group, 4);
     return _mm256_set1_epi32(four);
+}
+
+// kPlane * sum(high) + sum(low) over neighbouring 16-bit sums.
+static inline __m256i join_planes(__m256i high, __m256i low) {
+    return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(kPlane)), _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
 }
 
 // Unsigned nibble times signed byte; eight pairs of products add up to at most 8 * 2 * 15 * 127 = 30480, so 16-bit
 // sums of a whole block cannot overflow.
 template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI* d) {
-    const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    __m256i sum[R];
+    const __m256i nibble = _mm256_set1_epi8(15);
+    __m256i high[R], low[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_si256();
+    for (int r = 0; r < R; ++r) high[r] = low[r] = _mm256_setzero_si256();
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
         const __m256i bytes = _mm256_loadu_si256((const __m256i*)(w + j * 64));
-        const __m256i lo = _mm256_and_si256(bytes, nibble);
-        const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
+        const __m256i first = _mm256_and_si256(bytes, nibble);
+        const __m256i second = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(lo, four_of(x[r], j)));
-            sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(hi, four_of(x[r], j + 4)));
+            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(first, four_of(x[r]->high, j)));
+            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(second, four_of(x[r]->high, j + 4)));
+            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(first, four_of(x[r]->low, j)));
+            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(second, four_of(x[r]->low, j + 4)));
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) d[r] = _mm256_madd_epi16(sum[r], ones);
+    for (int r = 0; r < R; ++r) d[r] = join_planes(high[r], low[r]);
 }
 
 // |w| as an unsigned byte times the activation with w's sign: 2 * 128 * 127 = 32512 fits in 16 bits, two such sums do
-// not, so each goes to 32 bits at once. w = -128 is right (|w| = 128 unsigned); activations never are -128.
+// not, so each goes to 32 bits at once. w = -128 is right (|w| = 128 unsigned); neither plane ever holds -128.
 constexpr int32_t kByteBias = 0;
 template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, const ActBlock* const* x, CI* d) {
-    const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) d[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
@@ -113,8 +120,9 @@ template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, co
         const __m256i magnitude = _mm256_abs_epi8(bytes);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(four_of(x[r], j), bytes));
-            d[r] = _mm256_add_epi32(d[r], _mm256_madd_epi16(pairs, ones));
+            const __m256i high = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(four_of(x[r]->high, j), bytes));
+            const __m256i low = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(four_of(x[r]->low, j), bytes));
+            d[r] = _mm256_add_epi32(d[r], join_planes(high, low));
         }
     }
 }

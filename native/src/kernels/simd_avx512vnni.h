@@ -30,6 +30,7 @@ static inline VI vi_add(VI x, VI y) { return _mm512_add_epi32(x, y); }
 static inline VI vi_sub(VI x, VI y) { return _mm512_sub_epi32(x, y); }
 static inline VI vi_and(VI x, VI y) { return _mm512_and_si512(x, y); }
 static inline VI vi_max(VI x, VI y) { return _mm512_max_epi32(x, y); }
+template <int S> static inline VI vi_sra(VI x) { return _mm512_srai_epi32(x, S); }
 template <int S> static inline VI vi_shl(VI x) { return _mm512_slli_epi32(x, S); }
 
 static inline VF vf_load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
@@ -54,27 +55,34 @@ static inline CF cf_fma(CF x, CF y, CF z) { return vf_fma(x, y, z); }
 static inline CF cf_from_int(CI x) { return _mm512_cvtepi32_ps(x); }
 static inline CI ci_sub_set1(CI x, int32_t y) { return _mm512_sub_epi32(x, _mm512_set1_epi32(y)); }
 
-static inline __m512i four_of(const ActBlock* x, int group) {
+static inline __m512i four_of(const int8_t* plane, int group) {
     int32_t four;
-    __builtin_memcpy(&four, x->q + 4 * group, 4);
+    __builtin_memcpy(&four, plane + 4 * group, 4);
     return _mm512_set1_epi32(four);
 }
 
+static inline CI join_planes(CI high, CI low) { return _mm512_add_epi32(_mm512_slli_epi32(high, kPlaneBits), low); }
+
 template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI* d) {
     const __m512i nibble = _mm512_set1_epi8(15);
+    __m512i high[R], low[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) d[r] = _mm512_setzero_si512();
+    for (int r = 0; r < R; ++r) high[r] = low[r] = _mm512_setzero_si512();
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
         const __m512i bytes = _mm512_loadu_si512(w + j * 64);
-        const __m512i lo = _mm512_and_si512(bytes, nibble);
-        const __m512i hi = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+        const __m512i first = _mm512_and_si512(bytes, nibble);
+        const __m512i second = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            d[r] = _mm512_dpbusd_epi32(d[r], lo, four_of(x[r], j));
-            d[r] = _mm512_dpbusd_epi32(d[r], hi, four_of(x[r], j + 4));
+            high[r] = _mm512_dpbusd_epi32(high[r], first, four_of(x[r]->high, j));
+            high[r] = _mm512_dpbusd_epi32(high[r], second, four_of(x[r]->high, j + 4));
+            low[r] = _mm512_dpbusd_epi32(low[r], first, four_of(x[r]->low, j));
+            low[r] = _mm512_dpbusd_epi32(low[r], second, four_of(x[r]->low, j + 4));
         }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) d[r] = join_planes(high[r], low[r]);
 }
 
 // VNNI multiplies unsigned by signed bytes: the weight's sign bit is flipped, w + 128, and the caller takes 128 times
@@ -82,12 +90,18 @@ template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* co
 constexpr int32_t kByteBias = 128;
 template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, const ActBlock* const* x, CI* d) {
     const __m512i flip = _mm512_set1_epi8((char)0x80);
+    __m512i high[R], low[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) d[r] = _mm512_setzero_si512();
+    for (int r = 0; r < R; ++r) high[r] = low[r] = _mm512_setzero_si512();
 #pragma GCC unroll 8
     for (int j = G0; j < G1; ++j) {
         const __m512i bytes = _mm512_xor_si512(_mm512_loadu_si512(w + j * 64), flip);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) d[r] = _mm512_dpbusd_epi32(d[r], bytes, four_of(x[r], j));
+        for (int r = 0; r < R; ++r) {
+            high[r] = _mm512_dpbusd_epi32(high[r], bytes, four_of(x[r]->high, j));
+            low[r] = _mm512_dpbusd_epi32(low[r], bytes, four_of(x[r]->low, j));
+        }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) d[r] = join_planes(high[r], low[r]);
 }

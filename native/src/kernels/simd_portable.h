@@ -52,6 +52,7 @@ static inline VI vi_add(VI a, VI b) { OCTAVO_EACH a.v[i] = (int32_t)((uint32_t)a
 static inline VI vi_sub(VI a, VI b) { OCTAVO_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] - (uint32_t)b.v[i]); return a; }
 static inline VI vi_and(VI a, VI b) { OCTAVO_EACH a.v[i] &= b.v[i]; return a; }
 static inline VI vi_max(VI a, VI b) { OCTAVO_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+template <int S> static inline VI vi_sra(VI a) { OCTAVO_EACH a.v[i] >>= S; return a; }
 template <int S> static inline VI vi_shl(VI a) { OCTAVO_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] << S); return a; }
 
 static inline VF vf_load_f16(const uint16_t* p) { VF r; OCTAVO_EACH r.v[i] = half_to_float(p[i]); return r; }
@@ -74,6 +75,8 @@ static inline CF cf_fma(CF a, CF b, CF c) { return vf_fma(a, b, c); }
 static inline CF cf_from_int(CI a) { CF r; OCTAVO_EACH r.v[i] = (float)a.v[i]; return r; }
 static inline CI ci_sub_set1(CI a, int32_t x) { OCTAVO_EACH a.v[i] -= x; return a; }
 
+static inline int32_t activation(const ActBlock* x, int i) { return kPlane * x->high[i] + x->low[i]; }
+
 // Integer dot products of kLanes columns with R rows over a block of 4-bit weights. w: the block's bytes at the first
 // column wanted, [4][16 columns][4]; low nibbles are inputs 4j.., high nibbles inputs 16 + 4j...
 template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI* d) {
@@ -83,7 +86,7 @@ template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* co
             for (int c = 0; c < 16; ++c)
                 for (int t = 0; t < 4; ++t) {
                     const int byte = w[j * 64 + c * 4 + t];
-                    d[r].v[c] += (byte & 15) * x[r]->q[4 * j + t] + (byte >> 4) * x[r]->q[16 + 4 * j + t];
+                    d[r].v[c] += (byte & 15) * activation(x[r], 4 * j + t) + (byte >> 4) * activation(x[r], 16 + 4 * j + t);
                 }
     }
 }
@@ -96,7 +99,7 @@ template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, co
         d[r] = vi_set1(0);
         for (int j = G0; j < G1; ++j)
             for (int c = 0; c < 16; ++c)
-                for (int t = 0; t < 4; ++t) d[r].v[c] += (int8_t)w[j * 64 + c * 4 + t] * x[r]->q[4 * j + t];
+                for (int t = 0; t < 4; ++t) d[r].v[c] += (int8_t)w[j * 64 + c * 4 + t] * activation(x[r], 4 * j + t);
     }
 }
 

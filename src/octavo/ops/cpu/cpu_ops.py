@@ -138,6 +138,8 @@ class CpuOps:
         self, qkv: Float32Array, rope: _native.RopeTable, layer: int, batch: ForwardBatch, group: int, num_heads: int
     ) -> Float32Array:
         kv = batch.kv[group]
+        if qkv.shape[1] != (num_heads + 2 * kv.kv_heads) * kv.head_dim:  # before room for q is taken
+            raise ValueError(f"qkv has {qkv.shape[1]} columns, {num_heads} heads need {(num_heads + 2 * kv.kv_heads) * kv.head_dim}")
         q: Float32Array = self.arena.take(qkv.shape[0], (num_heads, kv.head_dim))
         self._context.rope_kv_write(qkv, rope, kv, layer, batch.positions, batch.slot_mapping[group], num_heads, q)
         return q
