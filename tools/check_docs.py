@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +55,7 @@ def problems(root: Path = ROOT) -> list[str]:
                 found.append(f"{name}: there is no {path}")
         for number, block in enumerate(blocks(text, "python"), 1):
             try:
-                ast.parse(block)
+                ast.parse(textwrap.dedent(block))
             except SyntaxError as error:
                 found.append(f"{name}: Python block {number}, line {error.lineno}: {error.msg}")
     return found

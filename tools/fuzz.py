@@ -1,4 +1,5 @@
-"""Runs the randomised tests (hypothesis) again and again with new seeds, until the time is up or one of them fails.
+"""Runs the randomised tests again and again with new seeds, until the time is up or one of them fails: those written with
+hypothesis, and the programs tests/fuzz/fuzz_*.py.
 
 Usage: .venv/bin/python tools/fuzz.py [--minutes 10] [arguments for pytest]
 Stateless; hypothesis keeps what failed in .hypothesis/, so the next `make test` tries it first.
@@ -12,6 +13,7 @@ import secrets
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def main() -> int:
@@ -21,13 +23,15 @@ def main() -> int:
     end = time.monotonic() + 60 * options.minutes
     rounds = 0
     while rounds == 0 or time.monotonic() < end:
-        seed = secrets.randbelow(1 << 32)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "hypothesis and not slow", f"--hypothesis-seed={seed}", *rest]
-        print(f"round {rounds + 1}, --hypothesis-seed={seed}", flush=True)
-        code = subprocess.run(command, check=False).returncode
-        if code:
-            print(f"failed in round {rounds + 1}; again with: pytest --hypothesis-seed={seed}")
-            return code
+        seed = str(secrets.randbelow(1 << 32))
+        pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "hypothesis and not slow", f"--hypothesis-seed={seed}", *rest]
+        scripts = [] if rest else sorted(Path("tests/fuzz").glob("fuzz_*.py"))
+        for command in [pytest, *([sys.executable, str(script), "--seed", seed] for script in scripts)]:
+            print(f"round {rounds + 1}: {' '.join(command[1:])}", flush=True)
+            code = subprocess.run(command, check=False).returncode
+            if code:
+                print(f"failed in round {rounds + 1}; the command above repeats it")
+                return code
         rounds += 1
     print(f"{rounds} rounds, nothing found")
     return 0

@@ -158,9 +158,7 @@ class LLM:
 
     def _run(self, requests: list[EngineRequest], progress: Progress | bool | None) -> list[RequestOutput]:
         total = sum(request.sampling_params.n for request in requests)
-        accumulators = {
-            r.request_id: OutputAccumulator(r.request_id, r.prompt, r.prompt_token_ids, r.sampling_params.n) for r in requests
-        }
+        accumulators = {r.request_id: OutputAccumulator(r.request_id, r.prompt, r.prompt_token_ids, r.sampling_params.n) for r in requests}
         queued, finished = deque(requests), 0
         show = _reporter(progress, len(requests))
         with _Reading(self, list(accumulators)) as reading:

@@ -1,76 +1,180 @@
-"""Promise 1 on the real model and the native kernels: the same text, bit for bit, whatever else happens.
+"""Promise 1 on the real model and the native kernels: the same bits, whatever else happens.
 
-Each test asserts the counter that proves its feature fired. Logprobs are compared as exact numbers, so that a difference
-of one unit in the last place shows even where the text is the same.
+32 requests of mixed lengths and settings, each compared with itself alone in a fresh engine. Texts, token ids and
+logprobs are compared as exact values, so that a difference of one unit in the last place shows even where the text is
+the same. Every test asserts the counter that proves its feature fired.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from octavo import LLM, SamplingParams
-from tests.models import harness
+from octavo import EngineConfig, SamplingParams
+from octavo.llm import EngineParts
+from octavo.outputs import OutputAccumulator, RequestOutput
 
-pytest.importorskip("octavo._native", reason="needs the native module")
+pytest.importorskip("octavo._native", reason="the native module is not built")
 
-SENTENCE = "The history of computing is longer than the history of electronic machines, and it begins with counting. "
+Work = list[tuple[list[int], SamplingParams]]
+#: The longest prompt and answer together need 8 blocks of 16.
+SMALL_POOL = 20
 
 
-def requests(count: int = 32) -> list[tuple[list[int], SamplingParams]]:
-    """Mixed lengths (1 to about 120 tokens), some greedy and some sampled, with penalties and logprobs here and there."""
+def mixed_requests(count: int, shared_prefix: int = 0, n: int = 1) -> Work:
+    """Prompts of 1 to 80 tokens (after a shared prefix); greedy and sampled, penalties, filters and logprobs mixed."""
     rng = np.random.default_rng(5)
-    made = []
+    prefix = rng.integers(1000, 40000, shared_prefix).tolist()
+    work = []
     for i in range(count):
-        prompt = rng.integers(1000, 40000, int(rng.integers(1, 120))).tolist()
+        prompt = prefix + rng.integers(1000, 40000, int(rng.integers(1, 80))).tolist()
         params = SamplingParams(
-            temperature=0 if i % 3 == 0 else 0.8,
-            top_p=1.0 if i % 2 else 0.9,
+            n=n,
+            temperature=0.0 if i % 3 == 0 and n == 1 else 0.8,
+            top_p=0.9 if i % 2 else 1.0,
             repetition_penalty=1.1 if i % 4 == 1 else 1.0,
             seed=i,
-            max_tokens=int(rng.integers(20, 40)),
+            max_tokens=int(rng.integers(12, 30)),
             ignore_eos=True,
-            logprobs=2,
+            logprobs=1,
         )
-        made.append((prompt, params))
-    return made
+        work.append((prompt, params))
+    return work
 
 
-def results(outputs) -> list[list[tuple]]:
-    return [[(c.index, c.text, c.token_ids, c.logprobs) for c in output.outputs] for output in outputs]
+class Engine:
+    """A core on the real model; its weights are loaded once and shared, everything else is fresh each time."""
 
+    def __init__(self, parts: EngineParts) -> None:
+        self.core = parts.core()
+        self.inputs = parts.input_processor()
 
-def alone(path, work, **settings):
-    """Each request by itself: the answer everything else is compared with."""
-    with LLM(str(path), backend="cpu", enable_prefix_caching=False, **settings) as llm:
-        return [results(llm.generate([prompt], params))[0] for prompt, params in work]
+    def run(self, work: Work, *, preempt_all: bool = False) -> list[RequestOutput]:
+        """All requests at once. preempt_all: whoever the pool has not preempted is, once, after its third token."""
+        found: dict[str, OutputAccumulator] = {}
+        forced: set[str] = set()
+        for i, (prompt, params) in enumerate(work):
+            request = self.inputs.process(f"r{i}", prompt, params)
+            self.core.add_request(request)
+            found[request.request_id] = OutputAccumulator(request.request_id, None, prompt, params.n)
+        while self.core.has_unfinished_requests():
+            for delta in self.core.step():
+                found[delta.request_id].add(delta)
+                enough = len(found[delta.request_id].output.outputs[delta.index].token_ids) >= 3
+                if preempt_all and enough and delta.finish_reason is None and delta.request_id not in forced:
+                    forced.add(delta.request_id)
+                    self.core.preempt([delta.request_id])
+            self.core.check_invariants()
+        return [item.output for item in found.values()]
 
 
 @pytest.fixture(scope="module")
-def solo(smollm2_path):
-    work = requests()
-    return work, alone(smollm2_path, work)
+def load(smollm2_path):
+    def make(**settings) -> Engine:
+        return Engine(EngineParts.load(EngineConfig(model=str(smollm2_path), backend="cpu", **settings)))
+
+    return make
 
 
-def together(path, work, **settings):
-    with LLM(str(path), backend="cpu", **settings) as llm:
-        outputs = llm.generate([p for p, _ in work], [s for _, s in work])
-        return results(outputs), outputs, llm.stats()
+@pytest.fixture(scope="module")
+def alone(load):
+    """What each request says by itself, one after the other, nothing cached."""
+
+    def run(work: Work) -> list:
+        engine = load(num_kv_blocks=200, enable_prefix_caching=False)
+        return [exact(engine.run([one])[0]) for one in work]
+
+    return run
 
 
-def test_batched(smollm2_path, solo):
-    work, expected = solo
-    got, _, stats = together(smollm2_path, work)
-    assert got == expected
-    assert stats["num_preemptions"] == 0
+def exact(output: RequestOutput) -> list[tuple]:
+    return [(c.index, c.text, c.token_ids, c.logprobs, c.finish_reason) for c in output.outputs]
+
+
+def all_exact(outputs: Sequence[RequestOutput]) -> list:
+    return [exact(output) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def mixed(alone):
+    work = mixed_requests(32)
+    return work, alone(work)
+
+
+def test_all_at_once(load, mixed):
+    work, expected = mixed
+    engine = load(num_kv_blocks=400)
+    assert all_exact(engine.run(work)) == expected
+    assert engine.core.stats.preemptions == 0
+    assert max(event.running for event in engine.core.events.recent(None)) > 16
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_every_request_preempted(smollm2_path, solo, chunk):
-    """A pool that holds about two of the 32 requests, and chunks of 1, 7 and 64 tokens a step."""
-    work, expected = solo
-    got, outputs, stats = together(
-        smollm2_path, work, num_kv_blocks=24, max_num_batched_tokens=max(chunk, 32), max_num_seqs=32, max_decode_batch_size=32
-    )
-    assert got == expected
-    assert stats["num_preemptions"] > 0
+def test_each_preempted_at_least_once(load, mixed, chunk):
+    """A pool of 20 blocks for 32 requests, and steps of 1, 7 and 64 tokens."""
+    work, expected = mixed
+    engine = load(num_kv_blocks=SMALL_POOL, max_num_batched_tokens=chunk)
+    outputs = engine.run(work, preempt_all=True)
+    assert all_exact(outputs) == expected
+    assert all(output.outputs[0].metrics.num_preemptions >= 1 for output in outputs)
+    largest = max(sum(entry.num_tokens for entry in event.entries) for event in engine.core.events.recent(None))
+    assert largest == chunk
+    assert engine.core.kv.num_used_blocks == 0
+
+
+def test_small_pool_preempts_by_itself(load, mixed):
+    work, expected = mixed
+    engine = load(num_kv_blocks=SMALL_POOL, enable_prefix_caching=False)
+    assert all_exact(engine.run(work)) == expected
+    assert engine.core.stats.preemptions > 0
+
+
+def test_prefix_hits(load, alone):
+    """A prefix of 40 tokens in common, then everything once more: whole prompts are found, and their last token recomputed."""
+    work = mixed_requests(12, shared_prefix=40)
+    expected = alone(work)
+    engine = load(num_kv_blocks=400)
+    engine.run(work[:1])
+    assert all_exact(engine.run(work)) == expected
+    once = engine.core.stats.prefix_hit_tokens
+    assert once >= 11 * 32
+    assert all_exact(engine.run(work)) == expected
+    assert engine.core.stats.prefix_hit_tokens > 2 * once
+
+
+def test_prompts_of_whole_blocks_are_copied_not_written(load, alone):
+    rng = np.random.default_rng(8)
+    work = [(rng.integers(1000, 40000, 16 * k).tolist(), SamplingParams(temperature=0, max_tokens=8, logprobs=1)) for k in (1, 2, 3)]
+    expected = alone(work)
+    engine = load(num_kv_blocks=100)
+    for _ in range(3):
+        assert all_exact(engine.run(work)) == expected
+    assert engine.core.stats.blocks_copied == 6
+
+
+@pytest.mark.parametrize("pool", [400, SMALL_POOL])
+def test_four_choices(load, alone, pool):
+    work = mixed_requests(8, shared_prefix=20, n=4)
+    expected = alone(work)
+    assert all(len({c[1] for c in request}) == 4 for request in expected)  # the choices differ
+    engine = load(num_kv_blocks=pool)
+    assert all_exact(engine.run(work)) == expected
+    assert engine.core.stats.forks > 0
+    assert (engine.core.stats.preemptions > 0) == (pool == SMALL_POOL)
+
+
+def test_a_choice_equals_the_same_request_without_siblings(load, alone):
+    """Choice 0 of n = 4 draws what n = 1 draws: random numbers are keyed by seed, choice and position."""
+    many = mixed_requests(4, n=4)
+    single = [(prompt, SamplingParams(temperature=0.8, top_p=p.top_p, repetition_penalty=p.repetition_penalty, seed=p.seed,
+                                      max_tokens=p.max_tokens, ignore_eos=True, logprobs=1)) for prompt, p in many]
+    assert [request[0] for request in alone(many)] == [request[0] for request in alone(single)]
+
+
+def test_threads_and_levels_of_batching(load, mixed):
+    work, expected = mixed
+    for settings in ({"threads": 1}, {"max_num_seqs": 3}, {"max_decode_batch_size": 2, "max_prefill_batch_size": 1}):
+        engine = load(num_kv_blocks=300, **settings)
+        assert all_exact(engine.run(work[:12])) == expected[:12]

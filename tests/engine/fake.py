@@ -179,7 +179,9 @@ class FakeExecutor:
         assert last < len(table), "the block table is too short"
         written = set(table[first : last + 1])
         for request_id, other in self.known.items():
-            assert request_id == entry.request_id or not written & set(other.tables[group]), f"{entry.request_id} writes a block of {request_id}"
+            assert request_id == entry.request_id or not written & set(other.tables[group]), (
+                f"{entry.request_id} writes a block of {request_id}"
+            )
 
     def _read(self, known: _Known, group: int, end: int) -> list[int]:
         values = []
@@ -230,7 +232,9 @@ def make_core(executor: FakeExecutor | None = None, **settings) -> EngineCore:
     return EngineCore(executor, FakeTokenizer(), EngineConfig(**settings))
 
 
-def request(request_id: str, prompt: Sequence[int], *, seed: int = 7, eos: bool = True, info: ExecutorInfo | None = None, **fields) -> EngineRequest:
+def request(
+    request_id: str, prompt: Sequence[int], *, seed: int = 7, eos: bool = True, info: ExecutorInfo | None = None, **fields
+) -> EngineRequest:
     """An EngineRequest as the input processor would make it; sampling fields and EngineRequest fields by name."""
     own = {name: fields.pop(name) for name in ("priority", "cache_salt", "adapter") if name in fields}
     fields = {"temperature": 0.0, "max_tokens": 8, **fields}

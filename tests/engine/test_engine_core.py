@@ -9,9 +9,19 @@ import pytest
 from octavo.engine.scheduler_output import TokenKind
 from octavo.errors import EngineDeadError, InvalidRequestError
 from tests.engine.fake import (
-    EOS, Collector, FakeExecutor, FakeTokenizer, check_against_reference, digests, finish, make_core, prompt_logprob, reference_tokens,
-    request, run,
-)  # fmt: skip
+    EOS,
+    Collector,
+    FakeExecutor,
+    FakeTokenizer,
+    check_against_reference,
+    digests,
+    finish,
+    make_core,
+    prompt_logprob,
+    reference_tokens,
+    request,
+    run,
+)
 
 TOKENIZER = FakeTokenizer()
 SMILE = "\U0001f600"
@@ -200,6 +210,15 @@ def test_a_holding_parent_gives_way_when_memory_is_short():
     assert core.stats.preemptions > 0 and core.stats.forks < 3
 
 
+def test_a_holding_parent_gives_way_before_any_running_request():
+    core = make_core(num_blocks=7, block_size=2, max_num_seqs=1, enable_prefix_caching=False)
+    order = request("a", [5 + i for i in range(8)], n=2, eos=False, max_tokens=6)
+    outputs = run(core, [order])
+    check_against_reference(outputs, [order], core.executor.info)
+    assert [name for event in core.events.recent() for name in event.preempted] == ["a"]
+    assert [choice.metrics.num_preemptions for choice in outputs["a"].outputs] == [0, 0]
+
+
 def test_every_choice_has_one_ending_and_usage_counts_the_prompt_once():  # A07
     core = make_core()
     collector = Collector()
@@ -239,7 +258,9 @@ def test_prompt_logprobs_come_once_with_the_first_delta(n, budget, length):
     assert [d.prompt_logprobs is not None for d in collector.deltas] == [True] + [False] * (len(collector.deltas) - 1)
     for choice in collector.outputs["a"].outputs:
         assert len(choice.logprobs) == 4 and len(choice.logprobs[0]) == 2
-        assert choice.cumulative_logprob == pytest.approx(math.fsum(e[t].logprob for t, e in zip(choice.token_ids, choice.logprobs, strict=True)))
+        assert choice.cumulative_logprob == pytest.approx(
+            math.fsum(e[t].logprob for t, e in zip(choice.token_ids, choice.logprobs, strict=True))
+        )
         assert choice.logprobs[0][choice.token_ids[0]].text == TOKENIZER.token_text(choice.token_ids[0])
 
 

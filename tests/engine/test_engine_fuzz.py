@@ -28,10 +28,17 @@ class EngineLife(RuleBasedStateMachine):
     )
     def build(self, block_size, tokens, budget, seqs, prefills, decodes, stalled, groups, caching):
         self.core = make_core(
-            num_blocks=-(-tokens // block_size), block_size=block_size, max_model_len=40, groups=groups, max_num_batched_tokens=budget,
-            max_num_seqs=seqs, max_prefill_batch_size=prefills, max_decode_batch_size=decodes, max_stalled_steps=stalled,
+            num_blocks=-(-tokens // block_size),
+            block_size=block_size,
+            max_model_len=40,
+            groups=groups,
+            max_num_batched_tokens=budget,
+            max_num_seqs=seqs,
+            max_prefill_batch_size=prefills,
+            max_decode_batch_size=decodes,
+            max_stalled_steps=stalled,
             enable_prefix_caching=caching,
-        )  # fmt: skip
+        )
         self.longest = min(-(-tokens // block_size) * block_size, 39)
         self.collector = Collector()
         self.orders, self.aborted = {}, set()
@@ -54,9 +61,18 @@ class EngineLife(RuleBasedStateMachine):
         # Long common beginnings, then a few tokens of its own.
         prompt = [5 + (family * 11 + i * i) % 25 for i in range(length)] + [5 + (len(self.orders) * 7 + i) % 25 for i in range(own)]
         order = request(
-            name, prompt[: self.longest], seed=len(self.orders), n=n, max_tokens=most, temperature=temperature, priority=priority,
-            prompt_logprobs=logprobs, cache_salt=salt, min_tokens=min(min_tokens, most), stop=stop,
-        )  # fmt: skip
+            name,
+            prompt[: self.longest],
+            seed=len(self.orders),
+            n=n,
+            max_tokens=most,
+            temperature=temperature,
+            priority=priority,
+            prompt_logprobs=logprobs,
+            cache_salt=salt,
+            min_tokens=min(min_tokens, most),
+            stop=stop,
+        )
         self.orders[name] = order
         self.collector.expect(order)
         self.core.add_request(order)

@@ -12,7 +12,9 @@ from octavo.sampling_params import SamplingParams
 from tests.engine.fake import BOS, EOS, FakeTemplate, FakeTokenizer
 
 
-def processor(bos: int | None = None, max_model_len: int = 20, num_blocks: int = 100, template=None, defaults=None, **settings) -> InputProcessor:
+def processor(
+    bos: int | None = None, max_model_len: int = 20, num_blocks: int = 100, template=None, defaults=None, **settings
+) -> InputProcessor:
     info = ExecutorInfo((KVGroup(num_blocks, 4),), 40, max_model_len, (1,))
     return InputProcessor(FakeTokenizer(bos), template, info, {EOS}, defaults or {}, EngineConfig(**settings))
 
@@ -29,7 +31,9 @@ def refused(call, param: str | None = None, code: str | None = None) -> str:
 
 
 def test_a_good_request_arrives_complete():
-    made = processor(BOS).process("a", "abc", SamplingParams(seed=3, max_tokens=5, stop_token_ids=[9]), priority=2, cache_salt="s", arrival=1.5)
+    made = processor(BOS).process(
+        "a", "abc", SamplingParams(seed=3, max_tokens=5, stop_token_ids=[9]), priority=2, cache_salt="s", arrival=1.5
+    )
     assert made.prompt == "abc" and made.prompt_token_ids == [BOS, 5, 6, 7]
     assert (made.max_tokens, made.seed, made.priority, made.cache_salt, made.arrival) == (5, 3, 2, "s", 1.5)
     assert made.eos_token_ids == {EOS} and made.stop_token_ids == {EOS, 9}
@@ -54,7 +58,9 @@ def test_an_empty_prompt_starts_from_bos_or_is_refused(prompt):
     assert "empty" in refused(lambda: processor().process("a", prompt), "prompt", "empty_prompt")
 
 
-@pytest.mark.parametrize("prompt", [[40], [-1], [[1, -1]], [1.5], [True], [2**63], [[[1]]], ["a", 1], [1, "a"], [None], b"ab", 5, {"a": 1}, None])  # E11
+@pytest.mark.parametrize(
+    "prompt", [[40], [-1], [[1, -1]], [1.5], [True], [2**63], [[[1]]], ["a", 1], [1, "a"], [None], b"ab", 5, {"a": 1}, None]
+)  # E11
 def test_prompts_that_are_no_token_ids(prompt):
     made = processor()
     refused(lambda: made.process("a", prompt), "prompt")

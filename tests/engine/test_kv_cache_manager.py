@@ -100,14 +100,16 @@ def test_freeing_before_the_step_takes_the_copy_back():
     assert kv.take_copies() == []
 
 
-@pytest.mark.parametrize("other", [{"cache_salt": "S"}, {"adapter": "S"}, {"adapter": "S", "cache_salt": "S"}, {}])
-def test_salt_and_adapter_separate_prefixes(other):  # E07, E08
+IDENTITIES = [{}, {"cache_salt": "S"}, {"adapter": "S"}, {"adapter": "T"}, {"adapter": "S", "cache_salt": "S"}]
+
+
+@pytest.mark.parametrize("mine", IDENTITIES)
+@pytest.mark.parametrize("other", IDENTITIES)
+def test_salt_and_adapter_separate_prefixes(mine, other):  # E07, E08
     kv = manager()
-    mine = {"cache_salt": "T"}
     computed(kv, "a", range(8), **mine)
-    stranger, friend = make("b", range(8), **other), make("c", range(8), **mine)
-    assert kv.admit(stranger) and stranger.num_computed_tokens == 0
-    assert kv.admit(friend) and friend.num_computed_tokens == 7
+    second = make("b", range(8), **other)
+    assert kv.admit(second) and second.num_computed_tokens == (7 if mine == other else 0)
 
 
 def test_generated_tokens_are_no_prompt():
@@ -194,12 +196,17 @@ def test_reset_hides_what_running_requests_have_and_will_compute():
     kv.admit(first)
     first.num_computed_tokens = 4
     kv.commit(first)
+    half = make("h", range(50, 58))
+    kv.admit(half)
+    half.num_computed_tokens = 2  # nothing findable yet, but computed before the reset
     kv.reset_prefix_cache()
-    first.num_computed_tokens = 8
-    kv.commit(first)
-    second = make("b", range(8))
+    for running in (first, half):
+        running.num_computed_tokens = 8
+        kv.commit(running)
+    second, third = make("b", range(8)), make("c", range(50, 58))
     assert kv.admit(second) and second.num_computed_tokens == 0
-    kv.check_invariants([first, second])
+    assert kv.admit(third) and third.num_computed_tokens == 0
+    kv.check_invariants([first, half, second, third])
 
 
 def test_prompt_logprobs_and_disabled_caching_hit_nothing():

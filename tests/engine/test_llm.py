@@ -17,7 +17,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 def make_llm(num_blocks: int = 100, **settings) -> LLM:
     return LLM.from_parts(
-        FakeExecutor(num_blocks), FakeTokenizer(), chat_template=FakeTemplate(), eos_token_ids=frozenset({EOS}), config=EngineConfig(**settings)
+        FakeExecutor(num_blocks),
+        FakeTokenizer(),
+        chat_template=FakeTemplate(),
+        eos_token_ids=frozenset({EOS}),
+        config=EngineConfig(**settings),
     )
 
 

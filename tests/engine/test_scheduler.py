@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.engine.request import RequestStatus
 from octavo.engine.scheduler_output import TokenKind
 from tests.engine.fake import Collector, check_against_reference, finish, make_core, reference_tokens, request, run
 
@@ -104,14 +105,22 @@ def test_a_long_prompt_and_a_short_one_both_start_beside_endless_streams():  # E
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(1, 12), st.integers(1, 6), st.integers(1, 4), st.integers(1, 10), st.integers(1, 8),
+    st.integers(1, 12),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 10),
+    st.integers(1, 8),
     st.lists(st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 12), st.sampled_from([1, 1, 3])), min_size=1, max_size=16),
-)  # fmt: skip
+)
 def test_the_starvation_bound_holds(budget, decodes, prefills, seqs, stalled, arrivals):
     core = make_core(
-        num_blocks=1000, max_num_batched_tokens=budget, max_decode_batch_size=decodes, max_prefill_batch_size=prefills,
-        max_num_seqs=seqs, max_stalled_steps=stalled,
-    )  # fmt: skip
+        num_blocks=1000,
+        max_num_batched_tokens=budget,
+        max_decode_batch_size=decodes,
+        max_prefill_batch_size=prefills,
+        max_num_seqs=seqs,
+        max_stalled_steps=stalled,
+    )
     scheduler = core.scheduler
     bound = scheduler.stall_bound
     assert bound == stalled or (min(budget, decodes) == 1 and bound == max(4, stalled))
@@ -152,9 +161,18 @@ def test_thirty_two_requests_each_preempted_at_least_once():  # E03, E04
     info, collector = core.executor.info, Collector()
     shared = letters(8)
     orders = [
-        request(f"r{i}", shared[: 4 + i % 5] + letters(1 + i % 4, i), seed=i, max_tokens=10 + i % 9, temperature=i % 2, n=4 if i % 8 == 3 else 1, eos=False, priority=1)
+        request(
+            f"r{i}",
+            shared[: 4 + i % 5] + letters(1 + i % 4, i),
+            seed=i,
+            max_tokens=10 + i % 9,
+            temperature=i % 2,
+            n=4 if i % 8 == 3 else 1,
+            eos=False,
+            priority=1,
+        )
         for i in range(32)
-    ]  # fmt: skip
+    ]
     for order in orders:
         collector.expect(order)
         core.add_request(order)
@@ -253,6 +271,19 @@ def test_something_always_starts_or_fails():  # E17
     (delta,) = core.step()
     assert delta.finish_reason == "error" and "could not be scheduled" in delta.error
     assert not core.has_unfinished_requests()
+
+
+def test_a_parent_lets_go_when_its_last_waiting_child_is_gone():
+    core = make_core(max_num_seqs=1)
+    core.add_request(request("a", letters(6), n=3, max_tokens=9, eos=False))
+    while not core.scheduler.decoding:
+        core.step()
+    parent = core._requests["a"]
+    for child in parent.children[1:]:
+        assert core.scheduler.holding
+        core.scheduler.finish(child, RequestStatus.FINISHED_ABORTED)
+    assert not core.scheduler.holding
+    core.check_invariants()
 
 
 def test_reference_is_deterministic():

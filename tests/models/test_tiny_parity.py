@@ -3,6 +3,8 @@ of the model is needed: with any one of them removed the logits no longer agree.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,11 @@ REMOVED = 1e-3  # a removed part must move the logits by more than this
 
 FAMILIES = ["llama", "qwen2"]
 FORMATS = ["safetensors", "gguf"]
-BACKENDS = ["reference", "torch"]
+BACKENDS = [
+    "reference",
+    "torch",
+    pytest.param("cpu", marks=pytest.mark.skipif(find_spec("octavo._native") is None, reason="the native module is not built")),
+]
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -47,7 +53,8 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(tiny, family, fmt, backend):
     model, oracle = tiny(family, fmt)
-    executor = harness.load(model.path, backend=backend)
+    executor = harness.load(model.path, backend=backend, kv_dtype="f32")
+    assert executor.ops.name == backend
     for length, chunk in ((1, 512), (16, 512), (17, 5), (50, 512), (70, 16)):
         tokens = tokens_for(executor.model_config.vocab_size, length)
         assert difference(harness.all_logits(executor, tokens, chunk=chunk), logits_of(oracle, tokens)) < TOLERANCE

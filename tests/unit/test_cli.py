@@ -141,6 +141,14 @@ def test_debug_after_two_dashes_is_text(call, log):
     assert [entry["messages"][0]["content"] for entry in asked() if entry["event"] == "chat"] == ["--debug"]
 
 
+def test_help_and_bad_usage_do_not_wait_for_the_engine():
+    heavy = ("numpy", "tokenizers", "jinja2", "rich", "torch", "transformers", "huggingface_hub", "pydantic")
+    for arguments in (["--version"], ["run", "--help"], ["run", "--threads", "x", "hi"]):
+        program = f"import sys; from octavo.cli.main import main; main({arguments}); print(sorted(set({heavy}) & set(sys.modules)))"
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        assert result.stdout.splitlines()[-1] == "[]", arguments
+
+
 # -- run -----------------------------------------------------------------------------------------------------------
 def test_run_writes_only_the_answer_to_standard_output():
     assert octavo("run", "hello there") == (0, "you said hello there \n", "")

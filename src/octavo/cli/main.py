@@ -6,6 +6,7 @@ Stateless. Not here: any command; each lives in its own module, imported when it
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -51,18 +52,27 @@ class LazyGroup(typer.core.TyperGroup):
 
 
 def without_conversion(command: Any) -> Any:
-    """`command` with its arguments left as they were parsed: text, lists of text, true and false.
+    """`command` with its arguments left as they were parsed: text, tuples of text, true and false.
 
     Typer's own conversion imports pydantic, which takes longer than all the rest of the parsing; what a flag's text means
     is for config_sources.coerce to say.
     """
-    for parameter in command.params:
-        parameter.process_value = _as_parsed
+    parameters = command.get_params
+
+    def get_params(ctx: Any) -> list[Any]:
+        found = list(parameters(ctx))
+        for parameter in found:
+            parameter.process_value = functools.partial(_as_parsed, parameter)
+        return found
+
+    command.get_params = get_params
     return command
 
 
-def _as_parsed(ctx: Any, value: Any) -> Any:
-    return value
+def _as_parsed(parameter: Any, ctx: Any, value: Any) -> Any:
+    if value is None and (parameter.nargs != 1 or getattr(parameter, "multiple", False)):
+        value = ()
+    return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
 
 
 def root(

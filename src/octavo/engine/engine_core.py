@@ -246,8 +246,15 @@ class EngineCore:
         per_token = (metrics.last_token - metrics.first_token) / max(1, count - 1) if metrics.last_token and metrics.first_token else 0.0
         logger.info(
             "request %r: %s, queue %.3f s, ttft %.3f s, tpot %.4f s, prompt %d (cached %d), output %d, preempted %d times",
-            request.request_id, ending.reason, queued, metrics.ttft or 0.0, per_token, request.num_prompt_tokens,
-            request.num_cached_tokens, count, metrics.num_preemptions,
+            request.request_id,
+            ending.reason,
+            queued,
+            metrics.ttft or 0.0,
+            per_token,
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+            count,
+            metrics.num_preemptions,
         )
 
     @property

@@ -24,6 +24,8 @@ from octavo.sampling_params import SamplingParams
 MAX_CHARS_PER_TOKEN = 512
 MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
+#: Parameters of `encode_chat` that no request may set a second time.
+_OWN_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "tools"})
 
 #: A prompt: text (BOS is added where the model wants it) or token ids (taken as they are).
 Prompt = str | Sequence[int]
@@ -50,7 +52,7 @@ class EngineChatTemplate(Protocol):
     """What the engine needs of octavo.tokenizer.ChatTemplate."""
 
     def encode_chat(
-        self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False, **template_kwargs: Any
+        self, messages: Messages, /, *, add_generation_prompt: bool = True, continue_final_message: bool = False, **template_kwargs: Any
     ) -> list[int]: ...
 
 
@@ -135,6 +137,8 @@ class InputProcessor:
         kwargs = chat_template_kwargs or {}
         if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
             raise _invalid("chat_template_kwargs must be a mapping of names to values", "chat_template_kwargs")
+        for name in _OWN_PARAMETERS & kwargs.keys():  # the template refuses the other reserved names itself
+            raise _invalid(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
         token_ids = self.chat_template.encode_chat(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **kwargs
         )
@@ -147,7 +151,9 @@ class InputProcessor:
         if len(prompt) > most:
             raise _invalid(
                 f"the prompt has {len(prompt)} characters, more than {most}, which cannot fit a context of "
-                f"{self.info.max_model_len} tokens: shorten it", "prompt", "context_length_exceeded",
+                f"{self.info.max_model_len} tokens: shorten it",
+                "prompt",
+                "context_length_exceeded",
             )
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 
@@ -172,7 +178,9 @@ class InputProcessor:
         if length + wanted > self.info.max_model_len:
             raise _invalid(
                 f"the prompt has {length} tokens, but the context of {self.info.max_model_len} leaves room for a prompt of at most "
-                f"{self.info.max_model_len - wanted}: shorten it", "prompt", "context_length_exceeded",
+                f"{self.info.max_model_len - wanted}: shorten it",
+                "prompt",
+                "context_length_exceeded",
             )
         check_pool(self.info, length)
 
@@ -243,7 +251,9 @@ def check_pool(info: ExecutorInfo, num_prompt_tokens: int) -> None:
         if needed > group.num_blocks:
             raise _invalid(
                 f"the prompt needs {needed} KV blocks of {group.block_size} tokens, but the pool has {group.num_blocks}: "
-                "shorten it or raise kv_cache_memory", "prompt", "kv_cache_exceeded",
+                "shorten it or raise kv_cache_memory",
+                "prompt",
+                "kv_cache_exceeded",
             )
 
 

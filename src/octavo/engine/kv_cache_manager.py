@@ -120,9 +120,7 @@ class KVCacheManager:
         self.stats.forks += done
         return done
 
-    def _start(
-        self, request: Request, blocks: list[list[int]], serials: list[list[int]], num_computed: int, headroom: int
-    ) -> bool:
+    def _start(self, request: Request, blocks: list[list[int]], serials: list[list[int]], num_computed: int, headroom: int) -> bool:
         """Hold the given blocks, whose first `num_computed` tokens are of use, and allocate the rest; or do nothing."""
         used, named = self.blocks_for(num_computed), num_computed // self.block_size
         holding = _Holding(tuple(table[:used] for table in blocks), tuple(chain[:named] for chain in serials))

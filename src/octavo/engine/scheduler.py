@@ -133,8 +133,7 @@ class Scheduler:
         self._plan_decodes()
         for request in sorted(self.prefilling.values(), key=lambda r: r.order):
             self._plan_chunk(request, "resumed" if request.metrics.num_preemptions else "prompt")
-        if not self.plan.preempted:  # else the blocks just freed would go to and fro
-            self._admit_waiting()
+        self._admit_waiting()
         self.stuck = self.waiting.peek() if not (self.num_running or self.holding) else None
         return self._output()
 
