@@ -168,8 +168,21 @@ def test_four_choices(load, alone, pool):
 def test_a_choice_equals_the_same_request_without_siblings(load, alone):
     """Choice 0 of n = 4 draws what n = 1 draws: random numbers are keyed by seed, choice and position."""
     many = mixed_requests(4, n=4)
-    single = [(prompt, SamplingParams(temperature=0.8, top_p=p.top_p, repetition_penalty=p.repetition_penalty, seed=p.seed,
-                                      max_tokens=p.max_tokens, ignore_eos=True, logprobs=1)) for prompt, p in many]
+    single = [
+        (
+            prompt,
+            SamplingParams(
+                temperature=0.8,
+                top_p=p.top_p,
+                repetition_penalty=p.repetition_penalty,
+                seed=p.seed,
+                max_tokens=p.max_tokens,
+                ignore_eos=True,
+                logprobs=1,
+            ),
+        )
+        for prompt, p in many
+    ]
     assert [request[0] for request in alone(many)] == [request[0] for request in alone(single)]
 
 

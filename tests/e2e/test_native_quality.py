@@ -10,8 +10,8 @@ import pydoc_data.topics
 import numpy as np
 import pytest
 
-from octavo.tokenizer import load_tokenizer
 from octavo.loading.source import resolve_source
+from octavo.tokenizer import load_tokenizer
 from tests.models import harness
 from tests.models.oracle import logits_of, smollm2_in_transformers
 

@@ -49,7 +49,7 @@ class FakeTokenizer:
 
 
 class FakeTemplate:
-    def encode_chat(self, messages, *, add_generation_prompt=True, continue_final_message=False, **kwargs):
+    def encode_chat(self, messages, /, *, add_generation_prompt=True, continue_final_message=False, **kwargs):
         text = "".join(message["role"][0] + message["content"] for message in messages)
         return FakeTokenizer().encode(text + ("a" if add_generation_prompt else "") + kwargs.get("suffix", ""))
 

@@ -265,7 +265,7 @@ def test_prompt_logprobs_come_once_with_the_first_delta(n, budget, length):
 
 
 def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt():
-    core = make_core(num_blocks=8, block_size=2, max_num_batched_tokens=3)
+    core = make_core(num_blocks=8, block_size=2, max_num_batched_tokens=7)
     order = request("a", [5 + i for i in range(12)], prompt_logprobs=0, max_tokens=3, eos=False, priority=1)
     collector = Collector()
     for each in (order, storm := request("storm", [9] * 14, max_tokens=1, eos=False)):
@@ -273,6 +273,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt():
     core.add_request(order)
     collector.add(core.step())
     core.add_request(storm)
+    assert core._requests["a"].num_computed_tokens == 7
     finish(core, collector)
     assert core.stats.preemptions == 1
     expected = digests(order.prompt_token_ids, 12)

@@ -147,4 +147,6 @@ def test_chat():
     refused(lambda: made.process_chat("a", [], add_generation_prompt=False), "messages", "empty_prompt")
     refused(lambda: made.process_chat("a", [{"role": "user", "content": "a" * 30}]), "prompt", "context_length_exceeded")
     refused(lambda: made.process_chat("a", messages, chat_template_kwargs=[1]), "chat_template_kwargs")
+    for name in ("add_generation_prompt", "continue_final_message", "tools"):
+        refused(lambda name=name: made.process_chat("a", messages, chat_template_kwargs={name: True}), "chat_template_kwargs")
     assert "no chat template" in refused(lambda: processor().process_chat("a", messages), "messages")

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from octavo.errors import ModelLoadError  # noqa: E402
 from octavo.loading.model_files import gguf_model  # noqa: E402
 from octavo.loading.tensor_source import GGUFSource  # noqa: E402
-from octavo.quantization.packed import dequantize  # noqa: E402
+from octavo.ops.layout import dequantize  # noqa: E402
 from tests.fuzz.gguf_bytes import tiny_llama  # noqa: E402
 
 INTERESTING = [0, 1, 7, 8, 31, 33, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63, 2**64 - 1]

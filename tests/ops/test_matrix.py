@@ -220,9 +220,7 @@ def test_linear(backend, kind, n, k):
 
 
 @every_backend
-@pytest.mark.parametrize(
-    ("kind", "k"), [*itertools.product(("f32", "f16", "bf16"), (1, 2, 33, 61)), ("q8_b16", 16), ("q8_b16+offset", 48)]
-)
+@pytest.mark.parametrize(("kind", "k"), [*itertools.product(("f32", "f16", "bf16"), (1, 2, 33, 61)), ("q8_b16", 16), ("q8_b16+offset", 48)])
 def test_linear_with_odd_inner_size(backend, kind, k):
     """K that fills no vector; for q8_b16, half a block of 32."""
     rng = np.random.default_rng(k)

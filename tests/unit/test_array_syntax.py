@@ -132,13 +132,16 @@ class Checker:
             return not any(self.is_array(part) for part in (index.lower, index.upper, index.step) if part)
         if isinstance(index, ast.UnaryOp):
             index = index.operand
-        return isinstance(index, ast.Constant) and isinstance(index.value, int) and not isinstance(index.value, bool) or (
-            isinstance(index, ast.Constant) and index.value is ...
+        return (
+            isinstance(index, ast.Constant)
+            and isinstance(index.value, int)
+            and not isinstance(index.value, bool)
+            or (isinstance(index, ast.Constant) and index.value is ...)
         )
 
 
 def check(source: str) -> list[str]:
-    """"line: what" for every violation in a module."""
+    """ "line: what" for every violation in a module."""
     found: set[tuple[int, str]] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, Function) and is_array_code(node):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from octavo.errors import ModelLoadError
-from octavo.quantization.packed import BLOCK_SIZES, dequantize, permute_rows, row_pieces
+from octavo.ops.layout import BLOCK, dequantize
+from octavo.quantization.packed import permute_rows, row_pieces
 from octavo.quantization.registry import TRANSCODERS, transcode
 
 gguf = pytest.importorskip("gguf")
@@ -67,7 +68,7 @@ def test_values_the_gguf_package_quantised(kind):
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES.get)
 def test_shapes_and_dtypes_keep_the_contract(kind):
     packed = pack(kind, raw_rows(kind, 6, 512), 512)
-    block = BLOCK_SIZES.get(packed.layout)
+    block = BLOCK[packed.layout] or None
     expected = {"f32": np.float32, "f16": np.uint16, "bf16": np.uint16, "q4_b32": np.uint8, "q8_b32": np.int8, "q8_b16": np.int8}
     assert packed.data.dtype == expected[packed.layout]
     assert packed.data.shape == (6, 256 if packed.layout == "q4_b32" else 512)

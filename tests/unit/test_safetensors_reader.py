@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from octavo.errors import ModelLoadError
 from octavo.loading.safetensors import INDEX_NAME, Checkpoint, SafetensorsFile, checkpoint_paths
 from octavo.loading.tensor_source import SafetensorsSource, vector
-from octavo.quantization.packed import dequantize
+from octavo.ops.layout import dequantize
 from tests.tiny_models import write_tiny
 
 

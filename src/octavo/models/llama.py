@@ -90,9 +90,15 @@ class Llama:
                         bias=c.mlp_bias,
                         shard_axis=1,
                     ),
-                    WeightSpec("layers.{i}.input_norm.weight", "vector", (Part(f"{hf}.input_layernorm", "blk.{i}.attn_norm", c.hidden_size),)),
                     WeightSpec(
-                        "layers.{i}.post_norm.weight", "vector", (Part(f"{hf}.post_attention_layernorm", "blk.{i}.ffn_norm", c.hidden_size),)
+                        "layers.{i}.input_norm.weight",
+                        "vector",
+                        (Part(f"{hf}.input_layernorm", "blk.{i}.attn_norm", c.hidden_size),),
+                    ),
+                    WeightSpec(
+                        "layers.{i}.post_norm.weight",
+                        "vector",
+                        (Part(f"{hf}.post_attention_layernorm", "blk.{i}.ffn_norm", c.hidden_size),),
                     ),
                 ],
                 c.num_layers,

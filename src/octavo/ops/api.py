@@ -189,8 +189,9 @@ class Ops(Protocol):
         its slot of the group's pool (rounded to the pool's dtype), returns the rotated q: float32 [T, H, D]."""
         ...
 
-    def attend(self, q: Array, layer: int, batch: ForwardBatch, group: int, scale: float, window: int | None = None,
-               softcap: float = 0.0) -> Array:
+    def attend(
+        self, q: Array, layer: int, batch: ForwardBatch, group: int, scale: float, window: int | None = None, softcap: float = 0.0
+    ) -> Array:
         """float32 [T, H * D]: causal attention of each row over the keys of its own sequence at positions
         (p - window, p], read from the pool through the block table; query head h reads KV head h // (H / KH)."""
         ...

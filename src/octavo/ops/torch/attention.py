@@ -117,9 +117,7 @@ def attend(
             out[row:stop] = _attend(q[row:stop].unsqueeze(0), k, v, positions, first_block * block_size, scale, window, softcap)[0]
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, first_key: int, scale: float, window: int | None, softcap: float
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, first_key: int, scale: float, window: int | None, softcap: float) -> Tensor:
     """[S, n, H, D] of q [S, n, H, D] over k, v [S, KH, m, D] at positions first_key..., rows at positions [S, n]; see
     ops/reference/attention.py: attend_rows."""
     sequences, rows, heads, dim = q.shape
