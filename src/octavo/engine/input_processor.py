@@ -137,6 +137,9 @@ class InputProcessor:
         kwargs = chat_template_kwargs or {}
         if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
             raise _invalid("chat_template_kwargs must be a mapping of names to values", "chat_template_kwargs")
+        from octavo.tokenizer.chat_template import check_template_kwargs  # only here: plain prompts need no jinja2
+
+        check_template_kwargs(kwargs)
         for name in _OWN_PARAMETERS & kwargs.keys():  # the template refuses the other reserved names itself
             raise _invalid(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
         token_ids = self.chat_template.encode_chat(
