@@ -65,6 +65,7 @@ def answer(core, order, name="a"):
         ("abcd", {"stop_token_ids": ids("c")}, "ab", "stop", ids("c")[0]),
         ("abcd", {"stop_token_ids": ids("c"), "include_stop_in_output": True}, "abc", "stop", ids("c")[0]),
         ("abc", {"stop_token_ids": [EOS]}, "abc", "stop", None),
+        ("ab", {"min_tokens": 3, "max_tokens": 3}, "ab", "length", None),  # an end that should have been masked is no end
         (f"a{SMILE}", {"max_tokens": 2}, "a", "length", None),  # A02: half a character is dropped
         (f"a{SMILE}", {"max_tokens": 3}, f"a{SMILE}", "length", None),
     ],
@@ -434,6 +435,27 @@ def test_an_interrupt_aborts_everything_and_the_engine_goes_on(where, monkeypatc
     again = [request(f"r{i}", [5 + i] * 6, max_tokens=5, eos=False) for i in range(4)]
     check_against_reference(run(core, again), again, core.executor.info)
     assert len(core.executor.known) <= 4  # the worker was told to forget the others
+
+
+def test_an_interrupted_step_keeps_its_copies_and_its_drops():
+    core = make_core(block_size=4)
+    collector = Collector()
+    orders = [request("a", [5] * 8, max_tokens=1, eos=False), request("b", [5] * 8, max_tokens=9, eos=False)]
+    for order in orders:
+        collector.expect(order)
+        core.add_request(order)
+        if order.request_id == "a":
+            collector.add(core.step())  # a has ended; the next step tells the worker, and copies its last block for b
+    core.executor.before_step = lambda output: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    core.executor.before_step = lambda output: None
+    assert core.executor.outputs[-1].block_copies and core.executor.outputs[-1].dropped_request_ids == ["a"]
+    core.check_invariants()
+    collector.add(core.step())
+    assert core.stats.blocks_used == 0 and core.stats.prefix_hit_tokens == 7
+    again = [request("a", [6] * 3, max_tokens=3, eos=False), request("b", [5] * 8, max_tokens=3, eos=False)]
+    check_against_reference(run(core, again), again, core.executor.info)
 
 
 def test_refusals_of_the_queue():

@@ -230,15 +230,14 @@ class EngineCore:
 
     def _abandon_step(self) -> None:
         """After an interrupt: abort everything. Inside the executor the accounting is whole and the cache is kept;
-        elsewhere it may be half changed and starts afresh. The worker may know any of the requests, or none."""
-        requests = list(self._requests.values())
-        stale = [r.request_id for top in requests for r in (top, *top.children)]
+        elsewhere it may be half changed and starts afresh."""
+        requests, undelivered = list(self._requests.values()), self.scheduler.undelivered_drops()
         if self._executing:
             self.kv.release_copies()
         else:
             self._start_fresh()
         self._executing = False
-        self.scheduler.drop(stale)
+        self.scheduler.drop(undelivered)
         for request in requests:
             self._early += self._end_request(request, Ending("abort"))
 

@@ -57,6 +57,7 @@ class Scheduler:
         self.holding: dict[str, Request] = {}
         self.plan = self._empty_plan()
         self._dropped: list[str] = []
+        self._dropped_in_flight: list[str] = []
         self._head: Request | None = None
         self._blocked: tuple[Request, int, int] | None = None
         #: The first waiting request, if it could not start although nothing else holds anything: it never will.
@@ -117,6 +118,10 @@ class Scheduler:
     def computed_parents(self) -> list[Request]:
         """Running prefill-only requests with nothing missing any more."""
         return [r for r in self.prefilling.values() if r.prefill_only and r.num_missing_tokens == 0]
+
+    def undelivered_drops(self) -> list[str]:
+        """Ids the worker has not been told to forget, or that were in the step under way."""
+        return [*self._dropped_in_flight, *self._dropped]
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Have the worker forget these, whether or not it knows them."""
@@ -317,7 +322,7 @@ class Scheduler:
                 self.stats.generated_tokens_computed += entry.num_tokens
         if ordered or output.block_copies:  # otherwise there is no step that would carry them
             output.dropped_request_ids.extend(self._dropped)
-            self._dropped = []
+            self._dropped_in_flight, self._dropped = self._dropped, []
         return output
 
     def _scheduled(self, entry: PlannedEntry, output: SchedulerOutput) -> ScheduledEntry:
