@@ -37,8 +37,10 @@ fuzz: environment-test ## run the randomised tests with new seeds, ARGS="--minut
 sanitize: environment-test ## build the native kernels with ASan and UBSan and run their tests
 	@PYTHON=$(BIN)/python tools/sanitize.sh $(ARGS)
 
-bench: install ## measure; results go to results/*.json
-	@$(BIN)/python benchmarks/cold_start.py $(ARGS)
+bench: environment-test ## measure start, speed and quality; results go to results/*.json
+	@$(BIN)/python -m benchmarks.cold_start
+	@$(BIN)/python -m benchmarks.speed
+	@$(BIN)/python -m benchmarks.quality
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache

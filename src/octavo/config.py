@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from octavo.errors import ConfigError, shown
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}  # fmt: skip
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+          "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # fmt: skip
 
 #: Counts and sizes beyond these can only be mistakes, and would fail later in an allocation.
 _MAX_COUNT = 2**31 - 1

@@ -8,6 +8,7 @@ Not here: scheduling (engine/), loading (loading/, worker/).
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 from collections import deque
@@ -28,6 +29,8 @@ from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
 from octavo.model_config import ModelConfig
 from octavo.outputs import CompletionDelta, OutputAccumulator, RequestOutput
 from octavo.sampling_params import SamplingParams
+
+_log = logging.getLogger("octavo")
 
 #: Called with (choices finished, choices in all).
 Progress = Callable[[int, int], None]
@@ -55,9 +58,18 @@ class EngineParts:
 
         files = resolve_source(config.model, revision=config.revision)
         tokenizer = load_tokenizer(files)
+        if tokenizer.vocab_size > files.config.vocab_size:
+            _log.warning(
+                "%s: the tokenizer has %d tokens, the model %d: prompts with a token beyond those are refused",
+                files.name,
+                tokenizer.vocab_size,
+                files.config.vocab_size,
+            )
         executor = LocalExecutor(files, config)
         template = ChatTemplate(files.chat_template, tokenizer) if files.chat_template else None
-        return cls(executor, tokenizer, template, files.eos_token_ids, files.generation, config, files.config)
+        return cls(
+            executor, tokenizer, template, files.eos_token_ids | frozenset(tokenizer.eos_token_ids), files.generation, config, files.config
+        )
 
     def input_processor(self) -> InputProcessor:
         return InputProcessor(
@@ -249,7 +261,7 @@ class LLM:
             self._core.reset_prefix_cache()
 
     def close(self) -> None:
-        """Free the model; whatever is half read raises EngineDeadError. Closing twice is nothing."""
+        """Stop for good: whatever is half read raises EngineDeadError; the memory goes with the object. Closing twice is nothing."""
         with self._lock:
             self._core.close()
 

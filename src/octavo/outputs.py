@@ -2,6 +2,7 @@
 
 Plain data. The engine core emits `CompletionDelta`s, one per choice and step; the caller's side joins them into a
 `RequestOutput` (`OutputAccumulator`), so that a stream and a whole reply can never differ.
+Not here: making text and finish reasons (engine/output_processor.py).
 """
 
 from __future__ import annotations

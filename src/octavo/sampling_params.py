@@ -85,7 +85,7 @@ def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
 class SamplingParams:
     """How to choose tokens and when to stop.
 
-    Order of the filters (docs/numerics.md): bans and allowed_token_ids, logit_bias, penalties, then temperature,
+    Order of the filters (docs/sampling.md): bans and allowed_token_ids, logit_bias, penalties, then temperature,
     top_k, top_p, min_p, typical_p; each filter works on the renormalised outcome of the one before, and at least one
     token always survives: the most probable one (for typical_p the most typical one).
 

@@ -6,6 +6,7 @@ Prompt rows in one pass; generated rows fed one at a time, as decoding would. Th
 from __future__ import annotations
 
 import pydoc_data.topics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,12 +34,16 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
+def float32_truth(path: Path) -> list[tuple[list[int], np.ndarray]]:
+    """Each window of tokens, and the float32 model's logprobs after every token of it."""
+    tokenizer = load_tokenizer(resolve_source(str(path)))
+    oracle = smollm2_in_transformers(path)
+    return [(window, log_softmax(logits_of(oracle, window))) for window in english(tokenizer)]
+
+
 @pytest.fixture(scope="module")
 def truth(smollm2_path):
-    tokenizer = load_tokenizer(resolve_source(str(smollm2_path)))
-    oracle = smollm2_in_transformers(smollm2_path)
-    windows = english(tokenizer)
-    return [(window, log_softmax(logits_of(oracle, window))) for window in windows]
+    return float32_truth(smollm2_path)
 
 
 def compare(truth, ours) -> dict[str, float]:
@@ -65,7 +70,6 @@ def test_native_is_close_to_float32(truth, smollm2_path, kind):
     executor = harness.load(smollm2_path, backend="cpu")
     num_prompt = None if kind == "prompt" else 1
     figures = compare(truth, [harness.all_logits(executor, window, num_prompt=num_prompt) for window, _ in truth])
-    print(kind, figures)
     assert figures["tokens"] > 1000
     assert abs(figures["perplexity"] / figures["perplexity_float32"] - 1) <= 0.01
     assert figures["kl"] <= 0.01

@@ -209,6 +209,20 @@ def test_reset_hides_what_running_requests_have_and_will_compute():
     kv.check_invariants([first, half, second, third])
 
 
+def test_reset_hides_what_children_take_over_from_a_parent():
+    kv = manager()
+    parent = make("p", range(9), n=2)
+    kv.admit(parent)
+    parent.num_computed_tokens = 8
+    kv.reset_prefix_cache()
+    for child in parent.make_children():
+        assert kv.fork(parent, child, last=child.choice == 1)
+        child.num_computed_tokens = 9
+        kv.commit(child)
+    later = make("b", range(9))
+    assert kv.admit(later) and later.num_computed_tokens == 0
+
+
 def test_prompt_logprobs_and_disabled_caching_hit_nothing():
     kv = manager()
     computed(kv, "a", range(8))

@@ -44,7 +44,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli.run", "loading.source"): "whether a single argument is a short model name",
     ("cli.models", "loading.source"): "lists the short names and whether they are here",
     ("cli.doctor", "loading.source"): "says whether the model is here, without loading it",
-    ("cli.doctor", "ops.api"): "OpNeeds, the question put to the registry",
+    ("cli.doctor", "ops.needs"): "op_needs, the question put to the registry",
     ("cli.doctor", "ops.registry"): "shows each backend's reasons, without a model",
     ("cli.doctor", "_native"): "shows the native module's levels, or why it cannot be used",
 }

@@ -190,8 +190,8 @@ def test_offline_uses_the_cache_and_says_so_where_it_is_empty(world):
     for env, options in (({"HF_HUB_OFFLINE": "1"}, {}), ({}, {"offline": True})):
         good, other = run(world["endpoint"], world["home"], ("org/good", dict(options)), ("org/other", dict(options)), **env)
         assert good["layers"] == 3
-        expected = "not (completely) in the local cache, and looking it up is off: unset HF_HUB_OFFLINE or --offline once to fetch it"
-        assert other["error"] == f"org/other: {expected}"
+        expected = "nothing was fetched: `octavo run org/other` does, unless HF_HUB_OFFLINE is set"
+        assert other["error"] == f"org/other: not (completely) in the local cache, and {expected}"
     assert len(world["server"].requests) == before
 
 

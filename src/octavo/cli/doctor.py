@@ -50,7 +50,7 @@ def command(
 def examine(config: EngineConfig) -> dict[str, Any]:
     """Everything, as plain data; never raises for what it finds. Sizes in bytes."""
     found_model, model_config = model_report(config)
-    backends = backend_report(model_config)
+    backends = backend_report(model_config, config)
     report = {
         "octavo": octavo.__version__,
         "python": platform.python_version(),
@@ -79,24 +79,16 @@ def native_report() -> dict[str, Any]:
     return {"usable": True, "isa_levels": levels, "isa": levels[-1] if levels else None, "file": native.__file__}
 
 
-def backend_report(model: ModelConfig | None) -> dict[str, list[str]]:
-    """Backend -> why it cannot run this model (SmolLM2's shape where the model is not known); empty: it can."""
+def backend_report(model: ModelConfig | None, config: EngineConfig) -> dict[str, list[str]]:
+    """Backend -> why it cannot run this model with these settings (SmolLM2's shape where the model is not known);
+    empty: it can."""
     try:
-        from octavo.ops.api import OpNeeds
+        from octavo.model_config import ModelConfig, RopeConfig
+        from octavo.ops.needs import op_needs
         from octavo.ops.registry import available_backends
 
-        if model is None:
-            return available_backends(OpNeeds(head_dim=64, num_heads=9, num_kv_heads=3, rope_dim=64, kv_dtype="f32", block_size=16))
-        needs = OpNeeds(
-            head_dim=model.head_dim,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            rope_dim=model.rope.dim,
-            kv_dtype="f32",
-            block_size=16,
-            sliding_window=any(model.sliding_windows),
-        )
-        return available_backends(needs)
+        model = model or ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, RopeConfig(dim=64))
+        return available_backends(op_needs(model, config))
     except ImportError as error:  # NumPy is broken, say: nothing can run
         return {"reference": [f"{type(error).__name__}: {error}"]}
 

@@ -1,8 +1,9 @@
 """AsyncEngine: many asyncio tasks share one EngineCore, which steps in a thread of its own.
 
-Owners: the thread alone touches the core and knows which mailbox a request answers to; the event loop's side owns the
-streams that read them. Commands go in through a queue, and one batch of deltas per step comes back in one
-call_soon_threadsafe, so the core can move to another process without a change on this side.
+Owners: the thread alone changes requests in the core and knows which mailbox a request answers to; the event loop's side
+owns the streams that read them, and of the core reads only figures (`stats`, `events`). Commands go in through a queue,
+and one batch of deltas per step comes back in one call_soon_threadsafe, so the core can move to another process without
+a change on this side.
 Not here: HTTP (server/), loading a model (llm.py: AsyncLLM).
 """
 
@@ -13,6 +14,7 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -127,8 +129,8 @@ class AsyncEngine:
         return self._failure
 
     def stats(self) -> EngineStats:
-        """Counters and gauges. Read beside the thread that writes them: the figures may be of two steps."""
-        return self._core.stats
+        """Counters and gauges, a copy. Read beside the thread that writes them: the figures may be of two steps."""
+        return replace(self._core.stats)
 
     def events(self, count: int | None = None) -> list[StepEvent]:
         return self._core.events.recent(count)

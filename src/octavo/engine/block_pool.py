@@ -61,9 +61,6 @@ class BlockPool:
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._key_of
 
-    def is_idle(self, block_id: int) -> bool:
-        return self.ref_counts[block_id] == 0
-
     def take(self) -> int:
         """A private block (reference count 1) with nothing findable in it. Raises KeyError when none is free."""
         block_id, _ = self._free.popitem(last=False)

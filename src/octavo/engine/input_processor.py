@@ -204,6 +204,7 @@ class InputProcessor:
             raise _invalid(f"must be a SamplingParams, got {type(params).__name__}", "sampling_params")
         _check_names(request_id, priority, cache_salt)
         self._check_length(len(token_ids), params.max_tokens)
+        self._check_id("prompt", max(token_ids))  # a tokenizer may know tokens that the model has no embedding for
         self._check_vocabulary(params)
         room = max_output_tokens(self.info, len(token_ids))
         index = next(self._counter)

@@ -116,14 +116,25 @@ class KVCacheManager:
                 self._holdings[parent.request_id] = self._holdings.pop(child.request_id)
                 child.num_computed_tokens = 0
         else:
-            done = self._start(child, list(source.tables), list(source.serials), parent.num_computed_tokens, headroom)
+            done = self._start(child, list(source.tables), list(source.serials), parent.num_computed_tokens, headroom, source.findable)
         self.stats.forks += done
         return done
 
-    def _start(self, request: Request, blocks: list[list[int]], serials: list[list[int]], num_computed: int, headroom: int) -> bool:
-        """Hold the given blocks, whose first `num_computed` tokens are of use, and allocate the rest; or do nothing."""
+    def _start(
+        self,
+        request: Request,
+        blocks: list[list[int]],
+        serials: list[list[int]],
+        num_computed: int,
+        headroom: int,
+        findable: bool = True,
+    ) -> bool:
+        """Hold the given blocks, whose first `num_computed` tokens are of use, and allocate the rest; or do nothing.
+
+        `findable` False: those blocks were computed before a reset of the cache.
+        """
         used, named = self.blocks_for(num_computed), num_computed // self.block_size
-        holding = _Holding(tuple(table[:used] for table in blocks), tuple(chain[:named] for chain in serials))
+        holding = _Holding(tuple(table[:used] for table in blocks), tuple(chain[:named] for chain in serials), findable=findable)
         for pool, table in zip(self.pools, holding.tables, strict=True):
             for block_id in table:
                 pool.share(block_id)

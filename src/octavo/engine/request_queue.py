@@ -2,6 +2,7 @@
 
 Owner: the scheduler. Order is (priority, arrival, choice), so a preempted request comes back in front of everything
 that arrived later. Adding, taking and removing cost O(log n) amortised; nothing walks the queue.
+Not here: whether a request fits (scheduler.py).
 """
 
 from __future__ import annotations

@@ -21,12 +21,13 @@ Starvation bound. With S = max_stalled_steps, B = max_num_batched_tokens, D = ma
   K of them each is called starved K - 1 steps early, so that the last one is still in time.
 Where a step can hold a single decode (B or D is 1), starved prefills take every other step only; S is then at least 4.
 
-When a decode finds no free block, a holding parent or else the most recent of the least urgent running requests is
-preempted: its blocks are freed, and it will recompute. The most urgent request is never preempted, so work always ends.
+When a decode finds no free block, a holding parent lets go of its blocks; where there is none, the most recent of the
+least urgent running requests is preempted, and will recompute. The most urgent one never is, so work always ends.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, islice
@@ -40,6 +41,8 @@ from octavo.engine.request import Request, RequestStatus
 from octavo.engine.request_queue import RequestQueue
 from octavo.engine.scheduler_output import ScheduledEntry, SchedulerOutput, TokenKind
 from octavo.engine.step_plan import PlannedEntry, StepPlan
+
+_log = logging.getLogger("octavo")
 
 
 class Scheduler:
@@ -72,6 +75,15 @@ class Scheduler:
         sure = self.stall_bound // 2 if self.period > 1 else self.stall_bound * min(decodes - 1, budget - budget // 2)
         self.max_running = min(self.config.max_num_seqs, sure)
         self.max_prefills = max(1, (self.stall_bound + 1) // self.period - 1)
+        if self.max_running < self.config.max_num_seqs or self.stall_bound > self.config.max_stalled_steps:
+            _log.warning(
+                "to keep the starvation bound with steps of %d tokens and %d decodes: at most %d sequences run at once, "
+                "and none gets nothing for more than %d steps",
+                budget,
+                decodes,
+                self.max_running,
+                self.stall_bound,
+            )
 
     def _empty_plan(self) -> StepPlan:
         config = self.config

@@ -1,7 +1,7 @@
 """StopChecker: ends a text at a stop string, however the text was cut into pieces.
 
 Owner: one per choice, kept by the output processor; it holds the text it withholds and one number per stop string.
-Not here: stop token ids (the scheduler compares ids), bytes and characters (engine/detokenizer.py).
+Not here: stop token ids (engine/output_processor.py compares them), bytes and characters (engine/detokenizer.py).
 
 The rule: a stop string takes effect at the character that completes it. The first one completed wins; of several completed by
 the same character, the longest. This is the only rule that gives the same text for every way of cutting: waiting for a longer

@@ -1,7 +1,7 @@
 """DecoderLayer: the pre-norm residual block that Llama and its relatives repeat.
 
 The residual stream x is updated in place; everything else a layer makes lives in an arena scope that closes with it, so
-the memory of a step does not grow with depth.
+the memory of a step does not grow with depth. Owner of its parts, whose weights are set at load. Not here: what an op does.
 """
 
 from __future__ import annotations

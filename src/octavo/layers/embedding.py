@@ -1,4 +1,7 @@
-"""Embedding: token ids to rows of a matrix, which a tied output head shares. Owner of its weight, set once at load."""
+"""Embedding: token ids to rows of a matrix, which a tied output head shares. Owner of its weight, set once at load.
+
+Not here: the output head (layers/linear.py), dequantising (ops/).
+"""
 
 from __future__ import annotations
 

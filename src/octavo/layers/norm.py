@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich 2019). Owner of its weight vector, set once at load."""
+"""RMSNorm (Zhang & Sennrich 2019). Owner of its weight vector, set once at load. Not here: the sum itself (ops/)."""
 
 from __future__ import annotations
 

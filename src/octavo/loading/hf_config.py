@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo.errors import shown
-from octavo.loading.fields import Fields, check_model_config
+from octavo.loading.fields import MAX_SIZES, Fields, check_model_config
 from octavo.loading.json_file import read_json_object
 from octavo.model_config import ModelConfig, RopeConfig
 
@@ -55,8 +55,7 @@ def parse_hf_config(values: Mapping[str, Any], where: str = "config.json") -> Mo
         num_heads=heads,
         num_kv_heads=fields.size("num_key_value_heads", "num_kv_heads", heads),
         head_dim=head_dim,
-        # YaRN stretches the context by definition, and many files with it keep the length from before.
-        max_position=max(max_position, int(rope.factor * rope.original_max_position)) if rope.kind == "yarn" else max_position,
+        max_position=_stretched(fields, rope, max_position),
         rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, 1e-6),
         rope=rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
@@ -67,6 +66,18 @@ def parse_hf_config(values: Mapping[str, Any], where: str = "config.json") -> Mo
         dtype=_dtype(fields),
     )
     return check_model_config(config, where)
+
+
+def _stretched(fields: Fields, rope: RopeConfig, max_position: int) -> int:
+    """YaRN stretches the context by definition, and many files with it keep the length from before."""
+    if rope.kind != "yarn":
+        return max_position
+    stretched = max(max_position, int(rope.factor * rope.original_max_position))
+    if stretched > MAX_SIZES["max_position"]:
+        raise fields.fail(
+            f"a context of {rope.factor:g} times {rope.original_max_position} positions is more than {MAX_SIZES['max_position']}"
+        )
+    return stretched
 
 
 def _family(fields: Fields) -> str:

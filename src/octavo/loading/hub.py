@@ -1,7 +1,7 @@
 """Fetches a model from the Hugging Face Hub, or finds it in the Hub's cache.
 
 huggingface_hub is imported on the first call, never for local models: it takes longer to import than a small model to
-load. Its cache, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN are honoured. Not here: what is in the files.
+load. Its cache, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN are honoured. No state. Not here: what is in the files.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _explain(error: Exception, model_id: str, revision: str | None) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):
         cause, here = error.__cause__, f"{model_id}: not (completely) in the local cache"
         if cause is None or isinstance(cause, errors.OfflineModeIsEnabled):
-            return f"{here}, and looking it up is off: unset HF_HUB_OFFLINE or --offline once to fetch it"
+            return f"{here}, and nothing was fetched: `octavo run {model_id}` does, unless HF_HUB_OFFLINE is set"
         return f"{here}, and the Hugging Face Hub cannot be reached: check the network and try again"
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return f"{model_id}: cannot be fetched from the Hugging Face Hub: {first_line[:300]}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelLoadError, shown
+from octavo.loading.mapped_file import read_start
 
 #: An index of 10^5 tensors takes about 10 MB.
 MAX_JSON_BYTES = 1 << 26
@@ -38,13 +39,10 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
 
 def read_bytes(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """The content of a file of at most `most` bytes."""
-    try:
-        size = path.stat().st_size
-        if size > most:
-            raise ModelLoadError(f"{path}: {size} bytes long, more than the limit of {most}")
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
+    data = read_start(path, most + 1)
+    if len(data) > most:
+        raise ModelLoadError(f"{path}: more than the limit of {most} bytes long")
+    return data
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

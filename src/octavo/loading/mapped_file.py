@@ -6,10 +6,33 @@ Owns the map. Views handed out keep it alive by themselves. Not here: any file f
 from __future__ import annotations
 
 import mmap
-from contextlib import suppress
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from octavo.errors import ModelLoadError
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """A file open for reading, whatever link leads to it. ModelLoadError for whatever cannot be read, and for pipes and
+    devices: those may block or never end, so they are opened without waiting and looked at first."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as handle:
+            if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+                raise ModelLoadError(f"{path}: not a regular file")
+            yield handle
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise ModelLoadError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_start(path: Path, most: int) -> bytes:
+    """The first bytes of a file, at most `most`. Raises ModelLoadError."""
+    with open_regular(path) as handle:
+        return handle.read(most)
 
 
 class MappedFile:
@@ -17,14 +40,11 @@ class MappedFile:
 
     def __init__(self, path: str | Path, least: int) -> None:
         self.path = Path(path)
-        try:
-            with open(self.path, "rb") as handle:
-                self.size = handle.seek(0, 2)
-                if self.size < least:
-                    raise ModelLoadError(f"{self.path}: only {self.size} bytes long, so not a model file (a broken download?)")
-                self._map: mmap.mmap | None = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        with open_regular(self.path) as handle:
+            self.size = handle.seek(0, 2)
+            if self.size < least:
+                raise ModelLoadError(f"{self.path}: only {self.size} bytes long, so not a model file (a broken download?)")
+            self._map: mmap.mmap | None = mmap.mmap(handle.fileno(), self.size, access=mmap.ACCESS_READ)
 
     @property
     def buffer(self) -> mmap.mmap:
@@ -37,7 +57,12 @@ class MappedFile:
         return self._map is None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes [offset, offset + nbytes), not copied; the caller has checked that they exist."""
+        """Bytes [offset, offset + nbytes), not copied; the caller has checked that they exist.
+
+        A file that was cut since would end the process when the lost bytes are touched: refused while there is time.
+        """
+        if self.buffer.size() != self.size:
+            raise ModelLoadError(f"{self.path}: has changed while it was read (a download still running?)")
         return memoryview(self.buffer)[offset : offset + nbytes]
 
     def close(self) -> None:

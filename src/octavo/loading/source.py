@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from octavo.errors import ModelLoadError, shown
 from octavo.loading import hub
+from octavo.loading.mapped_file import read_start
 from octavo.loading.model_files import ModelFiles, folder_model, gguf_model
 
 __all__ = ["SHORT_NAMES", "ModelFiles", "ShortName", "embedded_path", "resolve_source"]
@@ -104,8 +105,7 @@ def _short_name_from_hub(
 
 
 def _file_model(path: Path) -> ModelFiles:
-    with open(path, "rb") as handle:
-        magic = handle.read(4)
+    magic = read_start(path, 4)
     if magic == b"GGUF" or path.suffix == ".gguf":
         return gguf_model(path, path.stem)
     if path.suffix == ".safetensors":

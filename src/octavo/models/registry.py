@@ -1,6 +1,6 @@
 """From an architecture's name to its class, and from a dictionary of weights to a model that can run.
 
-Not here: reading files. Adding a family: one file beside llama.py and one line in the table (docs/add_a_model.md).
+Stateless. Not here: reading files. Adding a family: one file beside llama.py and one line in the table (docs/add_a_model.md).
 """
 
 from __future__ import annotations

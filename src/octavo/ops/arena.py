@@ -1,4 +1,4 @@
-"""The step arena: where every array an op returns lives, so that no op allocates.
+"""The step arena: where every array an op returns lives, so that no op allocates its result.
 
 Owner: one Ops object owns one Arena; layers only open scopes in it. A take reserves room for `capacity_rows` rows
 however many are asked for, so the address of an output depends on the takes before it (their columns and dtypes) and

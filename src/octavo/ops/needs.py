@@ -1,4 +1,4 @@
-"""Which ops there are, which belong together, and the reasons every backend shares for declining.
+"""Which ops there are, which belong together, what a model needs of them, and the reasons every backend shares for declining.
 
 Stateless tables. A backend's `supports` starts from `common_reasons` and adds its own limits.
 Not here: the choice (registry.py), what an op means (api.py).
@@ -6,7 +6,9 @@ Not here: the choice (registry.py), what an op means (api.py).
 
 from __future__ import annotations
 
-from octavo.ops.api import OpNeeds
+from octavo.config import EngineConfig
+from octavo.model_config import ModelConfig
+from octavo.ops.api import KVDtype, OpNeeds
 from octavo.ops.layout import BLOCK
 
 #: Ops that hand private objects to one another (packed weights, rotary tables, KV pools) must come from one backend.
@@ -19,6 +21,26 @@ OP_GROUPS: tuple[tuple[str, ...], ...] = (
     ("take_rows",),
 )
 OP_NAMES: tuple[str, ...] = tuple(op for group in OP_GROUPS for op in group)
+
+
+def kv_dtype(config: EngineConfig, backend: str) -> KVDtype:
+    """What `auto` means: bfloat16 on the native kernels, float32 on the reference and torch."""
+    if config.kv_dtype != "auto":
+        return config.kv_dtype
+    return "bf16" if backend in ("auto", "cpu") else "f32"
+
+
+def op_needs(model: ModelConfig, config: EngineConfig) -> OpNeeds:
+    """What a model will ask of the configured backend."""
+    return OpNeeds(
+        head_dim=model.head_dim,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        rope_dim=model.rope.dim,
+        kv_dtype=kv_dtype(config, config.backend),
+        block_size=config.block_size,
+        sliding_window=any(window is not None for window in model.sliding_windows),
+    )
 
 
 def common_reasons(op: str, needs: OpNeeds) -> list[str]:

@@ -23,6 +23,9 @@ BACKENDS = ("cpu", "reference", "torch")
 _NUMPY_BACKENDS = ("cpu", "reference")
 
 
+_MOST_ROWS_AT_FIRST = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class OpPlan:
     """Who computes what, and why."""
@@ -155,7 +158,8 @@ def _try_build(
 
 
 def _build(name: str, config: EngineConfig) -> Ops:
-    rows = config.max_num_batched_tokens
+    # Room to begin with: it grows when a step has more, and a limit of billions of tokens is only a limit.
+    rows = min(config.max_num_batched_tokens, _MOST_ROWS_AT_FIRST)
     if name == "cpu":
         cpu = importlib.import_module("octavo.ops.cpu")
         return cast(Ops, cpu.CpuOps(rows, threads=config.threads))

@@ -3,7 +3,7 @@
 Computed in float64 and rounded once to float32: the angle of position 100,000 in float32 is wrong in its third
 decimal. Kinds: default; linear interpolation (Chen et al. 2023); llama3 (Llama 3.1's piecewise scaling by wavelength);
 yarn (Peng et al. 2023), whose attention factor is folded into cos and sin, as transformers does it.
-Not here: the rotation itself (an op), reading the settings (loading/).
+Pure functions. Not here: the rotation itself (an op), reading the settings (loading/).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def processed_logprobs(ids: IntArray | None, weights: FloatArray, token_id: int,
     return found
 
 
-def prompt_logprobs(logits: FloatArray, target_ids: Sequence[int] | IntArray, k: int) -> list[PositionLogprobs]:
+def prompt_logprobs(logits: FloatArray, target_ids: Sequence[int] | npt.NDArray[np.integer], k: int) -> list[PositionLogprobs]:
     """Raw logprobs of given tokens: entry m tells of target_ids[m] under row m of logits float32 [M, V].
 
     The logits must be free of NaN and +inf (the caller ends the request otherwise); prompt logprobs are always raw.

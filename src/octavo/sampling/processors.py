@@ -1,6 +1,6 @@
 """What each sampling setting does to the logits of one row: pure functions, each stated as a definition.
 
-Two stages (docs/numerics.md). *Edits* change single logits: logit_bias, penalties, bans and allowed_token_ids; a banned
+Two stages (docs/sampling.md). *Edits* change single logits: logit_bias, penalties, bans and allowed_token_ids; a banned
 token stays banned whatever is added to it, so bans may come last. *Filters* turn the edited logits into the tokens that
 may be drawn and their weights: temperature, top_k, top_p, min_p, typical_p, each on the renormalised outcome of the one
 before. Weights are exp((x - max) / temperature): never renormalised themselves, because every filter is written in

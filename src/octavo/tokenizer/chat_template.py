@@ -2,7 +2,7 @@
 
 Owner: the compiled template and what two or three probe renderings found out about it; a rendering owns its Budget. One
 ChatTemplate serves any number of threads.
-Not here: the sandbox (sandbox.py), the checking of messages (messages.py), finding the template (Tokenizer.chat_template).
+Not here: the sandbox (sandbox.py), the checking of messages (messages.py), finding the template (loading/model_files.py).
 
 Control tokens written in a message stay text. Before rendering, a guard word is put into each such place (and at the edge of
 a text that begins or ends with part of a control token); after rendering the guards are taken out and their offsets tell

@@ -2,7 +2,7 @@
 
 Two kinds: "gpt2" is byte-level BPE with a named pre-tokenizer, "llama" is SentencePiece BPE with scores. Everything in the metadata
 is checked before use; what is wrong is a ModelLoadError naming the key.
-Not here: reading the file (loading/), encoding (tokenizer.py).
+Stateless. Not here: reading the file (loading/), encoding (tokenizer.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 from octavo.errors import ModelLoadError
 from octavo.tokenizer import pre_tokenizers
-from octavo.tokenizer.vocab import ControlToken, Vocabulary, looks_like_control
+from octavo.tokenizer.vocab import ControlToken, Vocabulary, library_calls, looks_like_control
 
 _log = logging.getLogger(__name__)
 _PREFIX = "tokenizer.ggml."
@@ -40,13 +40,9 @@ def build(metadata: Mapping[str, Any]) -> Vocabulary:
         raise ModelLoadError(f"{_PREFIX}model is {model!r}; only 'gpt2' and 'llama' can be rebuilt: use a folder with tokenizer.json")
     tokens = _tokens(reader.array("tokens", str))
     types = reader.array("token_type", int, len(tokens)) or [NORMAL] * len(tokens)
-    try:
+    with library_calls(lambda message: ModelLoadError(f"the GGUF file's vocabulary is damaged: {message}")):
         vocab = _byte_level(reader, tokens, types) if model == "gpt2" else _sentencepiece(reader, tokens, types)
-    except ModelLoadError:
-        raise
-    except Exception as error:  # the library raises bare Exceptions for merges outside the vocabulary
-        raise ModelLoadError(f"the GGUF file's vocabulary is damaged: {error}") from error
-    _add_tokens(vocab, tokens, types)
+        _add_tokens(vocab, tokens, types)
     _special_ids(vocab, reader, tokens, types, model)
     vocab.chat_template = reader.text("chat_template", prefix="tokenizer.") or None
     return vocab

@@ -1,6 +1,6 @@
 """A Vocabulary from tokenizer.json and tokenizer_config.json (the Hugging Face formats).
 
-Not here: which files to read (loading/), encoding (tokenizer.py).
+Stateless. Not here: which files to read (loading/), encoding (tokenizer.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from octavo.errors import ModelLoadError
-from octavo.tokenizer.vocab import ControlToken, Vocabulary, looks_like_control
+from octavo.tokenizer.vocab import ControlToken, Vocabulary, library_calls, looks_like_control
 
 _log = logging.getLogger(__name__)
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -24,12 +24,13 @@ _SPACE = "\u2581"
 
 def build(tokenizer_json: Path, config: Mapping[str, Any]) -> Vocabulary:
     """`config`: the content of tokenizer_config.json; may be empty. Raises ModelLoadError."""
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(tokenizer_json))
-    except Exception as error:  # the library raises bare Exceptions
-        raise ModelLoadError(f"cannot read {tokenizer_json}: {error}") from error
     if not isinstance(config, Mapping):
         raise ModelLoadError(f"tokenizer_config.json must be a JSON object, got {type(config).__name__}")
+    with library_calls(lambda message: ModelLoadError(f"cannot read {tokenizer_json}: {message}")):
+        return _build(tokenizers.Tokenizer.from_file(str(tokenizer_json)), config)
+
+
+def _build(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> Vocabulary:
     backend.no_truncation()  # some published files cut text at 512 tokens
     backend.no_padding()
     if getattr(backend.model, "dropout", None):

@@ -17,7 +17,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequestError
 from octavo.tokenizer import gguf_vocab, hf_vocab
-from octavo.tokenizer.vocab import ControlTokens, Vocabulary
+from octavo.tokenizer.vocab import ControlTokens, Vocabulary, library_calls
 
 _SPACE = "\u2581"
 
@@ -28,6 +28,10 @@ def _byte_alphabet() -> dict[str, int]:
     table = {chr(b): b for b in printable}
     others = [b for b in range(256) if chr(b) not in table]
     return table | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _cannot_encode(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the model's tokenizer cannot encode this text: {message}", code="tokenizer_failed")
 
 
 class Tokenizer:
@@ -113,10 +117,11 @@ class Tokenizer:
             text = " " + text
         if self._vocab.fold_u2581:
             text = text.replace(_SPACE, " ")
-        try:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        except (TypeError, UnicodeError) as error:
-            raise InvalidRequestError("the text is not valid Unicode (it holds a lone surrogate)", code="invalid_unicode") from error
+        with library_calls(_cannot_encode):
+            try:
+                return self._backend.encode(text, add_special_tokens=False).ids
+            except (TypeError, UnicodeError) as error:
+                raise InvalidRequestError("the text is not valid Unicode (it holds a lone surrogate)", code="invalid_unicode") from error
 
     def _added_texts(self) -> tuple[str, ...]:
         """Beginnings of a text before which Metaspace "first" puts no space: a space, or a token that is matched whole."""

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import tokenizers
+
+from octavo.errors import ModelLoadError, OctavoError, shown
+
+#: No real control token comes near; searching costs time in proportion.
+MAX_CONTROL_CHARS = 512
 
 #: Added tokens that are HTML elements (Gemma has some) are ordinary text, not control tokens.
 _HTML_ELEMENTS = (
@@ -31,6 +37,23 @@ def looks_like_control(text: str) -> bool:
     """
     match = _MARKER.fullmatch(text)
     return match is not None and (match["element"] is None or match["element"].lower() not in _HTML_ELEMENTS.split())
+
+
+@contextmanager
+def library_calls(fail: Callable[[str], OctavoError]) -> Iterator[None]:
+    """Around calls of the `tokenizers` library: whatever it raises becomes `fail(its message in one line)`.
+
+    It raises bare Exceptions, and where hostile files make its Rust side panic, a PanicException: that is no Exception, and no
+    module exports it, so its name is all there is to know it by.
+    """
+    try:
+        yield
+    except OctavoError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise fail(" ".join(str(error).split())[:200]) from error
 
 
 class ControlToken(NamedTuple):
@@ -58,6 +81,7 @@ class ControlTokens:
     """The control tokens of a vocabulary, searched from left to right, the longest first (as the `tokenizers` library does)."""
 
     def __init__(self, tokens: Mapping[str, ControlToken]) -> None:
+        """Raises ModelLoadError for a token longer than MAX_CONTROL_CHARS."""
         self.tokens = dict(tokens)
         lengths: dict[str, set[int]] = {}
         for text in self.tokens:
@@ -65,7 +89,10 @@ class ControlTokens:
         self._lengths = {first: sorted(sizes, reverse=True) for first, sizes in lengths.items()}
         self._first = re.compile("[" + re.escape("".join(self._lengths)) + "]") if self.tokens else None
         self._longest = max(map(len, self.tokens), default=0)
-        self._edges: tuple[frozenset[str], frozenset[str]] | None = None
+        if self._longest > MAX_CONTROL_CHARS:
+            long = max(self.tokens, key=len)
+            raise ModelLoadError(f"the special token {shown(long)} has {len(long)} characters, at most {MAX_CONTROL_CHARS} are allowed")
+        self._forward, self._backward = sorted(self.tokens), sorted(text[::-1] for text in self.tokens)
 
     def find(self, text: str, marks: Sequence[int] = (), *, special_only: bool = False) -> Iterator[ControlMatch]:
         """Occurrences in order. One that has a mark (sorted offsets) inside, or on both sides of its one character, is passed over."""
@@ -91,12 +118,15 @@ class ControlTokens:
 
         Such a piece of text could become a control token together with its neighbour.
         """
-        if self._edges is None:  # built on first use: only chats with hostile or odd text need it
-            sizes = [(t, n) for t in self.tokens for n in range(1, len(t))]
-            self._edges = frozenset(t[n:] for t, n in sizes), frozenset(t[:n] for t, n in sizes)
-        suffixes, prefixes = self._edges
         reach = range(1, min(self._longest, len(text) + 1))
-        return any(text[:n] in suffixes for n in reach), any(text[-n:] in prefixes for n in reach)
+        begins = any(_begins_one(text[:n][::-1], self._backward) for n in reach)
+        return begins, any(_begins_one(text[-n:], self._forward) for n in reach)
+
+
+def _begins_one(text: str, tokens: Sequence[str]) -> bool:
+    """Whether one of the sorted tokens is longer than `text` and begins with it: such tokens follow it directly."""
+    index = bisect_right(tokens, text)
+    return index < len(tokens) and tokens[index].startswith(text)
 
 
 def _is_marked(marks: Sequence[int], start: int, end: int) -> bool:

@@ -13,29 +13,16 @@ from time import perf_counter
 
 from octavo.config import EngineConfig
 from octavo.engine.scheduler_output import ExecutorInfo, KVGroup, SchedulerOutput, StepResult
+from octavo.errors import ConfigError
 from octavo.loading.source import ModelFiles
 from octavo.loading.weights import load_weights
-from octavo.model_config import ModelConfig
 from octavo.models.registry import build_model, model_class
-from octavo.ops.api import OpNeeds
+from octavo.ops.needs import op_needs
 from octavo.ops.registry import make_ops
-from octavo.worker.kv_cache import kv_dtype, kv_spec, max_model_len
+from octavo.worker.kv_cache import kv_spec, max_model_len
 from octavo.worker.model_runner import ModelRunner
 
 _log = logging.getLogger("octavo")
-
-
-def op_needs(model: ModelConfig, config: EngineConfig) -> OpNeeds:
-    """What the model will ask of the backend, for choosing one."""
-    return OpNeeds(
-        head_dim=model.head_dim,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        rope_dim=model.rope.dim,
-        kv_dtype=kv_dtype(config, "cpu" if config.backend in ("auto", "cpu") else config.backend),
-        block_size=config.block_size,
-        sliding_window=any(w is not None for w in model.sliding_windows),
-    )
 
 
 class LocalExecutor:
@@ -48,10 +35,15 @@ class LocalExecutor:
         self.model_config = files.config
         self.ops = make_ops(config, op_needs(model_config, config))
         specs = model_class(model_config.architecture).weights(model_config)
-        weights = load_weights(files, specs, self.ops, progress)
-        model = build_model(model_config, self.ops, weights)
         spec = kv_spec(model_config, config, self.ops)
-        self.runner = ModelRunner(model, self.ops, (spec,), model_config.vocab_size)
+        # No sequence is longer than the pool, so rotary tables need not be: a file may claim a context of millions.
+        tables = replace(model_config, max_position=min(model_len, spec.num_blocks * spec.block_size))
+        try:
+            weights = load_weights(files, specs, self.ops, progress)
+            model = build_model(tables, self.ops, weights)
+            self.runner: ModelRunner | None = ModelRunner(model, self.ops, (spec,), model_config.vocab_size)
+        except MemoryError as error:
+            raise ConfigError(f"not enough memory for weights and KV pool of {files.name}: lower kv_cache_memory ({error})") from None
         self._info = ExecutorInfo(
             kv_groups=(KVGroup(spec.num_blocks, spec.block_size),),
             vocab_size=model_config.vocab_size,
@@ -66,7 +58,9 @@ class LocalExecutor:
         return self._info
 
     def execute(self, output: SchedulerOutput) -> StepResult:
+        assert self.runner is not None, "the executor is closed"
         return self.runner.execute(output)
 
     def close(self) -> None:
-        """Nothing to stop: the ops' threads end with the object."""
+        """Let go of weights and KV pool, whoever still holds this object; closing twice is nothing."""
+        self.runner = None

@@ -1,6 +1,6 @@
 """How large the KV pool is: from the memory a user gives to blocks, checked before anything is allocated.
 
-Not here: which request holds which block (engine/), how a block is laid out (ops/).
+Pure functions. Not here: which request holds which block (engine/), how a block is laid out (ops/).
 """
 
 from __future__ import annotations
@@ -10,14 +10,8 @@ import os
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
-from octavo.ops.api import KVDtype, KVSpec, Ops
-
-
-def kv_dtype(config: EngineConfig, backend: str) -> KVDtype:
-    """What `auto` means: bfloat16 on the native kernels, float32 on the reference and torch."""
-    if config.kv_dtype != "auto":
-        return config.kv_dtype
-    return "bf16" if backend == "cpu" else "f32"
+from octavo.ops.api import KVSpec, Ops
+from octavo.ops.needs import kv_dtype
 
 
 def max_model_len(model: ModelConfig, config: EngineConfig) -> int:

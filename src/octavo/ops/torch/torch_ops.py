@@ -133,6 +133,7 @@ class TorchOps:
         return out.reshape(q.shape[0], q.shape[1] * q.shape[2])
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        rows = torch.as_tensor(rows, device=self.device)
         return torch.index_select(x, 0, rows, out=self._take(rows.shape[0], x.shape[1]))
 
     # -- KV ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,37 @@
+"""How close the native backend is to float32 on the same weights, on English text; needs the test extra.
+
+Usage: .venv/bin/python -m benchmarks.quality [--output FILE]
+The same comparison as tests/e2e/test_native_quality.py, written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks import record
+from octavo.loading.source import resolve_source
+from tests.e2e import test_native_quality as quality
+from tests.models import harness
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="where to write; default results/quality.json")
+    options = parser.parse_args()
+    before = record.machine()
+    path = resolve_source("smollm2").paths[0]
+    truth = quality.float32_truth(path)
+    executor = harness.load(path, backend="cpu")
+    results = {}
+    for kind, num_prompt in (("prompt rows", None), ("generated rows", 1)):
+        results[kind] = quality.compare(truth, [harness.all_logits(executor, window, num_prompt=num_prompt) for window, _ in truth])
+        print(kind, results[kind])
+    method = f"windows of {quality.WINDOW} tokens of the standard library's help texts; float32 in transformers on the dequantised weights"
+    record.write("quality", "python -m benchmarks.quality", method, before, results, options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
