@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
@@ -83,11 +84,27 @@ def requirements(level: str) -> list[str]:
     return project["dependencies"] + ([] if level == "base" else expand(level))
 
 
+def wait(process: subprocess.Popen) -> int:
+    """The exit status; on a terminal the seconds count up meanwhile, since pip in its quiet mode says nothing for a minute."""
+    begin, shown = time.monotonic(), sys.stderr.isatty()
+    try:
+        while True:
+            try:
+                return process.wait(1 if shown else None)
+            except subprocess.TimeoutExpired:
+                print(f"\r{time.monotonic() - begin:4.0f} s ", end="", file=sys.stderr, flush=True)
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        if process.poll() is None:  # Ctrl-C: pip has got it too
+            process.wait()
+
+
 def pip(*arguments: str) -> None:
     """Run pip in .venv; its own settings (files, PIP_* variables) are left alone."""
     environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", **os.environ}
     command = [str(PYTHON), "-m", "pip", "install", "--quiet", *arguments]
-    if subprocess.run(command, cwd=ROOT, stdout=sys.stderr, env=environment, check=False).returncode:
+    if wait(subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment)):
         fail(f"pip failed, see above; to try again: {' '.join(command[:-1] if len(arguments) > 3 else command)}")
 
 
@@ -163,6 +180,7 @@ def main() -> None:
         stamp["levels"].append(level)
     if stamp != read_stamp():
         STAMP.write_text(json.dumps(stamp), "utf-8")
+        say(f"installed into {VENV.name}; `make chat` or {VENV.name}/bin/octavo starts it")
         if stamp["native"]:
             say(f"the native kernels are missing, the slow NumPy reference computes instead: {stamp['native']}")
     if level == "test" and stamp["native"] and os.environ.get("OCTAVO_ALLOW_REFERENCE") != "1":
@@ -170,4 +188,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        sys.exit(130)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from octavo.engine.engine_core import EngineCore
 from octavo.engine.events import StepEvent
 from octavo.engine.executor import Executor
 from octavo.engine.input_processor import EngineChatTemplate, EngineTokenizer, InputProcessor, Messages, Prompt
+from octavo.engine.interrupts import InterruptGate, InterruptibleExecutor
 from octavo.engine.metrics import EngineStats
 from octavo.engine.request import EngineRequest
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
@@ -34,6 +36,8 @@ _log = logging.getLogger("octavo")
 
 #: Called with (choices finished, choices in all).
 Progress = Callable[[int, int], None]
+#: Called with ("download" or "load", bytes done, bytes in all); from several threads while downloading.
+LoadProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,13 @@ class EngineParts:
     model_config: ModelConfig | None = None
 
     @classmethod
-    def load(cls, config: EngineConfig) -> EngineParts:
+    def load(cls, config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
         """Find, check and load a model. Raises ModelLoadError or ConfigError."""
         from octavo.loading.source import resolve_source  # only here: a test with fakes needs none of it
         from octavo.tokenizer import ChatTemplate, load_tokenizer
         from octavo.worker.executor import LocalExecutor
 
-        files = resolve_source(config.model, revision=config.revision)
+        files = resolve_source(config.model, revision=config.revision, progress=progress and partial(progress, "download"))
         tokenizer = load_tokenizer(files)
         if tokenizer.vocab_size > files.config.vocab_size:
             _log.warning(
@@ -65,7 +69,7 @@ class EngineParts:
                 tokenizer.vocab_size,
                 files.config.vocab_size,
             )
-        executor = LocalExecutor(files, config)
+        executor = LocalExecutor(files, config, progress and partial(progress, "load"))
         template = ChatTemplate(files.chat_template, tokenizer) if files.chat_template else None
         return cls(
             executor, tokenizer, template, files.eos_token_ids | frozenset(tokenizer.eos_token_ids), files.generation, config, files.config
@@ -76,8 +80,10 @@ class EngineParts:
             self.tokenizer, self.chat_template, self.executor.info, self.eos_token_ids, self.generation_defaults, self.config
         )
 
-    def core(self) -> EngineCore:
-        return EngineCore(self.executor, self.tokenizer, self.config)
+    def core(self, gate: InterruptGate | None = None) -> EngineCore:
+        """`gate`: lets interrupts through while the model computes."""
+        executor = self.executor if gate is None else InterruptibleExecutor(self.executor, gate)
+        return EngineCore(executor, self.tokenizer, self.config)
 
 
 def make_config(model: str | None, config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
@@ -96,11 +102,14 @@ class LLM:
     >>> llm = LLM("smollm2")
     >>> llm.generate("Deep learning is", SamplingParams(max_tokens=50))[0].outputs[0].text
 
-    Settings are the fields of EngineConfig. Raises ConfigError or ModelLoadError.
+    Settings are the fields of EngineConfig. `load_progress` is called while a model is fetched and loaded.
+    Raises ConfigError or ModelLoadError.
     """
 
-    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **settings: Any) -> None:
-        self._wire(EngineParts.load(make_config(model, config, settings)))
+    def __init__(
+        self, model: str | None = None, *, config: EngineConfig | None = None, load_progress: LoadProgress | None = None, **settings: Any
+    ) -> None:
+        self._wire(EngineParts.load(make_config(model, config, settings), load_progress))
 
     @classmethod
     def from_parts(cls, executor: Executor, tokenizer: EngineTokenizer, **parts: Any) -> LLM:
@@ -112,8 +121,12 @@ class LLM:
     def _wire(self, parts: EngineParts) -> None:
         self._parts = parts
         self._inputs = parts.input_processor()
-        self._core = parts.core()
+        self._gate = InterruptGate()
+        self._core = parts.core(self._gate)
         self._lock = threading.RLock()
+        self._stepping = False
+        #: Requests whose reader went in the middle of a step: the garbage collector may close a stream anywhere.
+        self._late_aborts: list[str] = []
         self._mail: dict[str, deque[CompletionDelta]] = {}
         self._ids = (f"request-{i}" for i in itertools.count())
 
@@ -153,8 +166,7 @@ class LLM:
         progress: Progress | bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or a list of conversations; as `generate`."""
-        many = bool(messages) and not isinstance(messages[0], Mapping)
-        batch = cast(Sequence[Messages], messages if many else [messages])
+        batch = _as_conversations(messages)
         requests = [
             self._inputs.process_chat(
                 next(self._ids),
@@ -181,6 +193,16 @@ class LLM:
                         finished += 1
                         show(finished, total)
         return [accumulators[request.request_id].output for request in requests]
+
+    def _step(self) -> list[CompletionDelta]:
+        """One step of the core; the caller holds the lock."""
+        self._stepping = True
+        try:
+            return self._core.step()
+        finally:
+            self._stepping = False
+            late, self._late_aborts = self._late_aborts, []
+            self._core.abort(late)
 
     # Streams
 
@@ -240,6 +262,11 @@ class LLM:
         return self._parts.model_config
 
     @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """Sampling fields the model sets where a request leaves them open."""
+        return self._parts.generation_defaults
+
+    @property
     def executor(self) -> Executor:
         return self._parts.executor
 
@@ -281,27 +308,40 @@ class _Reading:
         self._box: deque[CompletionDelta] = deque()
 
     def __enter__(self) -> _Reading:
-        with self._llm._lock:
-            self._llm._mail.update((request_id, self._box) for request_id in self._ids)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Abort whatever is unfinished: nothing after a normal end."""
-        with self._llm._lock:
+        try:
+            self._leave()
+        except KeyboardInterrupt:  # it came just before or behind the gate; leaving twice is nothing
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        llm = self._llm
+        with llm._gate, llm._lock:
             for request_id in self._ids:
-                self._llm._mail.pop(request_id, None)
-            self._llm._core.abort(self._ids)
+                llm._mail.pop(request_id, None)
+            if llm._stepping:
+                llm._late_aborts += self._ids
+            else:
+                llm._core.abort(self._ids)
 
     def next(self, queued: deque[EngineRequest]) -> list[CompletionDelta]:
         """Queue what there is room for, and return the deltas that are there, after a step if there are none."""
         llm, core = self._llm, self._llm._core
-        with llm._lock:
+        with llm._gate, llm._lock:
+            if llm._stepping:
+                raise InvalidRequestError("an engine cannot be used from inside its own step (a signal handler or finaliser?)")
             while queued and core.num_waiting < llm.config.max_waiting_requests:
-                core.add_request(queued.popleft())
+                request = queued.popleft()
+                core.add_request(request)
+                llm._mail[request.request_id] = self._box
             if not self._box:
                 if not core.has_unfinished_requests():
                     raise EngineDeadError("the engine was closed while a request was running")
-                for delta in core.step():
+                for delta in llm._step():
                     if (box := llm._mail.get(delta.request_id)) is not None:
                         box.append(delta)
             found = list(self._box)
@@ -312,8 +352,10 @@ class _Reading:
 class AsyncLLM(AsyncEngine):
     """A model for asyncio: `async for delta in llm.generate(prompt, params)`. Loads in the constructor, as LLM."""
 
-    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **settings: Any) -> None:
-        self._wire(EngineParts.load(make_config(model, config, settings)))
+    def __init__(
+        self, model: str | None = None, *, config: EngineConfig | None = None, load_progress: LoadProgress | None = None, **settings: Any
+    ) -> None:
+        self._wire(EngineParts.load(make_config(model, config, settings), load_progress))
 
     @classmethod
     def from_parts(cls, executor: Executor, tokenizer: EngineTokenizer, **parts: Any) -> AsyncLLM:
@@ -350,6 +392,17 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if any(nested):
         raise InvalidRequestError("a list of prompts holds single token ids too: put each prompt into its own list", param="prompt")
     return [cast(Prompt, prompts)]
+
+
+def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """One conversation or many: a list whose first entry is a message is one; what a message holds is checked later."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(
+            f"messages must be a list of messages or of conversations, got {type(messages).__name__}", param="messages"
+        )
+    if messages and isinstance(messages[0], Sequence) and not isinstance(messages[0], (str, bytes)):
+        return list(cast(Sequence[Messages], messages))
+    return [cast(Messages, messages)]
 
 
 def _per_prompt(name: str, given: Any, count: int) -> Sequence[Any]:

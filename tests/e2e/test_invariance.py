@@ -7,6 +7,7 @@ the same. Every test asserts the counter that proves its feature fired.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,24 +20,25 @@ from octavo.outputs import OutputAccumulator, RequestOutput
 pytest.importorskip("octavo._native", reason="the native module is not built")
 
 Work = list[tuple[list[int], SamplingParams]]
-#: The longest prompt and answer together need 8 blocks of 16.
-SMALL_POOL = 20
+#: The longest prompt and answer together need 7 blocks of 16.
+SMALL_POOL = 8
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 
 
 def mixed_requests(count: int, shared_prefix: int = 0, n: int = 1) -> Work:
-    """Prompts of 1 to 80 tokens (after a shared prefix); greedy and sampled, penalties, filters and logprobs mixed."""
+    """Prompts of 1 to 48 tokens (after a shared prefix); greedy and sampled, penalties, filters and logprobs mixed."""
     rng = np.random.default_rng(5)
     prefix = rng.integers(1000, 40000, shared_prefix).tolist()
     work = []
     for i in range(count):
-        prompt = prefix + rng.integers(1000, 40000, int(rng.integers(1, 80))).tolist()
+        prompt = prefix + rng.integers(1000, 40000, int(rng.integers(1, 48))).tolist()
         params = SamplingParams(
             n=n,
             temperature=0.0 if i % 3 == 0 and n == 1 else 0.8,
             top_p=0.9 if i % 2 else 1.0,
             repetition_penalty=1.1 if i % 4 == 1 else 1.0,
             seed=i,
-            max_tokens=int(rng.integers(12, 30)),
+            max_tokens=int(rng.integers(12, 24)),
             ignore_eos=True,
             logprobs=1,
         )
@@ -51,21 +53,33 @@ class Engine:
         self.core = parts.core()
         self.inputs = parts.input_processor()
 
+    def whole_pool(self) -> list[int]:
+        """A prompt that leaves no block for anyone else."""
+        group = self.core.executor.info.kv_groups[0]
+        return [1000] * (group.num_blocks * group.block_size)
+
     def run(self, work: Work, *, preempt_all: bool = False) -> list[RequestOutput]:
-        """All requests at once. preempt_all: whoever the pool has not preempted is, once, after its third token."""
+        """All requests at once. preempt_all: whenever a choice has drawn three tokens and never been preempted, an urgent
+        request for the whole pool comes in and pushes out whatever runs."""
         found: dict[str, OutputAccumulator] = {}
-        forced: set[str] = set()
+        urgent = itertools.count()
+        spared: set[tuple[str, int]] = set()
         for i, (prompt, params) in enumerate(work):
             request = self.inputs.process(f"r{i}", prompt, params)
             self.core.add_request(request)
             found[request.request_id] = OutputAccumulator(request.request_id, None, prompt, params.n)
         while self.core.has_unfinished_requests():
+            pushing = False
             for delta in self.core.step():
+                if delta.request_id not in found:
+                    continue
                 found[delta.request_id].add(delta)
-                enough = len(found[delta.request_id].output.outputs[delta.index].token_ids) >= 3
-                if preempt_all and enough and delta.finish_reason is None and delta.request_id not in forced:
-                    forced.add(delta.request_id)
-                    self.core.preempt([delta.request_id])
+                choice = (delta.request_id, delta.index)
+                if delta.finish_reason is None and len(found[delta.request_id].output.outputs[delta.index].token_ids) == 3:
+                    pushing = pushing or choice not in spared
+                    spared.add(choice)
+            if preempt_all and pushing:
+                self.core.add_request(self.inputs.process(f"urgent{next(urgent)}", self.whole_pool(), ONE_TOKEN, priority=-1))
             self.core.check_invariants()
         return [item.output for item in found.values()]
 
@@ -113,12 +127,12 @@ def test_all_at_once(load, mixed):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_each_preempted_at_least_once(load, mixed, chunk):
-    """A pool of 20 blocks for 32 requests, and steps of 1, 7 and 64 tokens."""
+    """A pool of 8 blocks for 32 requests, and steps of 1, 7 and 64 tokens."""
     work, expected = mixed
     engine = load(num_kv_blocks=SMALL_POOL, max_num_batched_tokens=chunk)
     outputs = engine.run(work, preempt_all=True)
     assert all_exact(outputs) == expected
-    assert all(output.outputs[0].metrics.num_preemptions >= 1 for output in outputs)
+    assert min(output.outputs[0].metrics.num_preemptions for output in outputs) >= 1
     largest = max(sum(entry.num_tokens for entry in event.entries) for event in engine.core.events.recent(None))
     assert largest == chunk
     assert engine.core.kv.num_used_blocks == 0
@@ -154,15 +168,27 @@ def test_prompts_of_whole_blocks_are_copied_not_written(load, alone):
     assert engine.core.stats.blocks_copied == 6
 
 
+def test_prefix_hits_and_preemption(load, alone):
+    """Both at once: a shared prefix in a pool so small that each request is preempted at least once."""
+    work = mixed_requests(12, shared_prefix=40)
+    engine = load(num_kv_blocks=SMALL_POOL)
+    outputs = engine.run(work, preempt_all=True)
+    assert all_exact(outputs) == alone(work)
+    assert engine.core.stats.prefix_hit_tokens > 0
+    assert min(output.outputs[0].metrics.num_preemptions for output in outputs) >= 1
+
+
 @pytest.mark.parametrize("pool", [400, SMALL_POOL])
 def test_four_choices(load, alone, pool):
     work = mixed_requests(8, shared_prefix=20, n=4)
     expected = alone(work)
     assert all(len({c[1] for c in request}) == 4 for request in expected)  # the choices differ
     engine = load(num_kv_blocks=pool)
-    assert all_exact(engine.run(work)) == expected
+    outputs = engine.run(work, preempt_all=pool == SMALL_POOL)
+    assert all_exact(outputs) == expected
     assert engine.core.stats.forks > 0
-    assert (engine.core.stats.preemptions > 0) == (pool == SMALL_POOL)
+    fewest = min(choice.metrics.num_preemptions for output in outputs for choice in output.outputs)
+    assert (fewest >= 1) == (pool == SMALL_POOL)
 
 
 def test_a_choice_equals_the_same_request_without_siblings(load, alone):

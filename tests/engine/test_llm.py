@@ -7,10 +7,11 @@ import threading
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
+from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
 from octavo.llm import LLM, make_config
 from octavo.sampling_params import SamplingParams
 from tests.engine.fake import EOS, FakeExecutor, FakeTemplate, FakeTokenizer
+from tests.tiny_models import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -177,3 +178,25 @@ def test_settings_are_those_of_engine_config():
         LLM("smollm2", temprature=0)
     with pytest.raises(ConfigError, match="block_size"):
         LLM("smollm2", block_size=0)
+
+
+def test_loading_reports_its_progress_and_the_models_defaults(tmp_path):
+    tiny = write_tiny(tmp_path, generation_config={"do_sample": True, "temperature": 0.3})
+    seen: list[tuple[str, int, int]] = []
+    settings = {"backend": "reference", "num_kv_blocks": 4, "max_model_len": 32}
+    with LLM(str(tiny.path), load_progress=lambda *report: seen.append(report), **settings) as llm:
+        assert llm.generation_defaults == {"temperature": 0.3}
+    assert {stage for stage, _, _ in seen} == {"load"} and len(seen) > 3
+    assert seen == sorted(seen) and seen[-1][1] == seen[-1][2] > 0 and len({total for _, _, total in seen}) == 1
+
+
+def test_a_download_reports_its_progress(monkeypatch):
+    def fetch(model, *, revision, progress):
+        progress(3, 9)
+        raise ModelLoadError("stop here")
+
+    monkeypatch.setattr("octavo.loading.source.resolve_source", fetch)
+    seen: list[tuple[str, int, int]] = []
+    with pytest.raises(ModelLoadError, match="stop here"):
+        LLM("some/model", load_progress=lambda *report: seen.append(report))
+    assert seen == [("download", 3, 9)]

@@ -29,6 +29,7 @@ class FakeLLM:
             raise ModelLoadError("missing: no such model\nand this is a second line")
         self.config = config
         self.max_model_len = config.max_model_len or 64
+        self.generation_defaults = {"temperature": 0.2}
         self.chat_template = types.SimpleNamespace(source=None if model == "base" else "template", encode_chat=self._encode_chat)
         log(event="open", model=model, threads=config.threads)
 

@@ -67,6 +67,11 @@ def test_help_lists_every_command_and_each_has_examples(call):
         assert code == 0 and not err and "Examples:" in text and f"octavo {command}" in text.split("Examples:")[1]
 
 
+def test_flags_that_take_a_list_say_so(call):
+    text = call("run", "--help")[1]
+    assert "--stop-token-ids LIST" in text and "--logit-bias LIST" in text and "--top-k INTEGER" in text
+
+
 def test_version(call):
     assert call("--version") == (0, f"octavo {octavo_package.__version__}\n", "")
 
@@ -330,3 +335,102 @@ def test_doctor_exits_1_where_nothing_can_run(tmp_path):
     code, out, _ = octavo("doctor", "--json", environment={"PYTHONPATH": path})
     report = json.loads(out)
     assert code == 1 and not report["can_run"] and "broken on purpose" in str(report["backends"])
+
+
+# -- a terminal's locale, Ctrl-C, waiting --------------------------------------------------------------------------
+def test_an_argument_survives_a_locale_without_utf8(log):
+    environment, asked = log
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert octavo("run", "\u65e5\u672c", environment=environment)[0] == 0
+    assert next(entry for entry in asked() if entry["event"] == "chat")["messages"][0]["content"] == "\u65e5\u672c"
+    code, _, err = octavo("run", b"\xff", environment=environment)
+    assert code == 2
+    assert_one_line(err)
+
+
+def test_ctrl_c_while_the_program_itself_is_loaded_is_quiet():
+    """typer takes most of the start, so it must not be imported before main() can answer for Ctrl-C."""
+    program = "import sys; import octavo.cli.main; print(sorted({'typer', 'click', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+    program = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from octavo.cli.main import main\n"
+        "sys.exit(main(['run', 'hi']))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+class Clock:
+    """Stands in for a module's `time`."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """(clock, LoadingBar on what claims to be a terminal, the bars it started as lists of events)."""
+    from octavo.cli import loading_bar
+
+    clock, started = Clock(), []
+
+    class Bar(list):
+        def update(self, task, completed, total):
+            self.append((completed, total))
+
+        def stop(self):
+            self.append("stopped")
+
+    monkeypatch.setattr(loading_bar, "time", clock)
+    monkeypatch.setattr(loading_bar.terminal, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(loading_bar, "_start", lambda words: (started.append(Bar([words])) or started[-1], 0))
+    return clock, loading_bar.LoadingBar, started
+
+
+def test_the_loading_bar_is_for_what_takes_long(bars):
+    clock, LoadingBar, started = bars
+    with LoadingBar() as bar:
+        for done in (1, 5, 10):  # at once: nothing is shown
+            bar.report("load", done, 10)
+    assert started == []
+    with LoadingBar() as bar:
+        bar.report("download", 1, 10)
+        clock.now += 0.6
+        bar.report("download", 5, 10)
+        bar.report("download", 10, 10)
+        bar.report("load", 1, 4)  # counts its own time
+        clock.now += 0.6
+        bar.report("load", 2, 4)
+    assert started == [["fetching the model", (5, 10), "stopped"], ["loading the model", (2, 4), "stopped"]]
+
+
+def test_there_is_no_loading_bar_in_a_pipe(bars, monkeypatch):
+    clock, LoadingBar, started = bars
+    monkeypatch.setattr("octavo.cli.loading_bar.terminal.is_terminal", lambda stream: False)
+    with LoadingBar() as bar:
+        bar.report("load", 1, 10)
+        clock.now += 9
+        bar.report("load", 2, 10)
+    assert started == []
+
+
+def test_the_real_bar_leaves_nothing_behind(monkeypatch):
+    from octavo.cli import loading_bar
+
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(loading_bar, "DELAY", 0)
+    with loading_bar.LoadingBar() as bar:
+        bar.report("load", 1 << 20, 4 << 20)
+        bar.report("load", 2 << 20, 4 << 20)
+    assert "loading the model" in stream.getvalue() and stream.getvalue().endswith("\x1b[2K")  # the line is erased

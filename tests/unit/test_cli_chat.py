@@ -98,6 +98,7 @@ def test_ctrl_c_at_the_prompt_counts_only_twice_in_a_row(chat):
 def test_commands_and_several_lines(chat, tmp_path):
     it = chat()
     assert "/save FILE" in it.say("/help")
+    assert it.say("/set temperature") == "temperature = 0.2 (the model's)"
     assert it.say("/set temperature 0.25") == "temperature = 0.25"
     assert "must be a number" in it.say("/set temperature hot")
     assert "did you mean clear?" in it.say("/claer")

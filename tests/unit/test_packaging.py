@@ -91,7 +91,7 @@ def test_make_help_lists_the_targets_with_a_line_each():
         ("docs", "check_docs.py"),
         ("fuzz", "fuzz.py"),
         ("sanitize", "sanitize.sh"),
-        ("bench", "cold_start.py"),
+        ("bench", "benchmarks.cold_start"),
         ("clean", "rm -rf .venv"),
     ],
 )

@@ -92,7 +92,10 @@ def test_pickles_are_refused_and_not_read(tmp_path, name):
 
 def test_other_files_and_folders(tmp_path, folder):
     for model, message in (
-        (tmp_path / "nothing", "no such file or folder"),
+        (tmp_path / "nothing", r"no such file or folder$"),
+        ("nothing.gguf", r"no such file or folder$"),
+        ("smolm2", r"no such file or folder, no short name \(did you mean smollm2\? `octavo models` lists them\)"),
+        ("zzzzzz", r"no short name \(for example smollm2 .*Hugging Face id \(owner/name\)$"),
         (folder / "model.safetensors", "give the folder"),
         (folder / "config.json", "not a GGUF file"),
         (tmp_path, "neither .safetensors nor .gguf"),
@@ -136,6 +139,7 @@ def test_the_embedded_model(smollm2_path):
     assert files.name == "smollm2" and files.paths == (smollm2_path,)
     assert files.eos_token_ids == {2} and files.bos_token_id == 1
     assert files.config.tie_word_embeddings and files.config.num_layers == 30 and "<|im_start|>" in files.chat_template
+    assert files.generation == {"temperature": 0.2, "top_p": 0.5}
     assert resolve_source("SmolLM2") == files
     assert pickle.loads(pickle.dumps(files)) == files
 

@@ -50,7 +50,8 @@ static void quantize_rows(const float* x, int64_t stride, int64_t rows, int64_t 
     }
 }
 
-// Lane i of the accumulator takes the squares of columns i, i + 16, ... in order.
+// Lane i of the accumulator takes the squares of columns i, i + 16, ... in order. Where their sum leaves float32 the row
+// becomes NaN: divided by infinity it would be zeros, and the model would go on as if nothing had happened.
 static void rms_norm(const float* x, int64_t stride, int64_t rows, int64_t n, const float* weight, float eps, float* out,
                      int64_t out_stride) {
     for (int64_t t = 0; t < rows; ++t) {
@@ -60,7 +61,8 @@ static void rms_norm(const float* x, int64_t stride, int64_t rows, int64_t n, co
         int64_t i = 0;
         for (; i + 16 <= n; i += 16) { const VF v = vf_load(in + i); squares = vf_fma(v, v, squares); }
         if (i < n) { const VF v = vf_load_part(in + i, n - i); squares = vf_fma(v, v, squares); }
-        const VF factor = vf_set1(1.0f / __builtin_sqrtf(vf_sum(squares) / (float)n + eps));
+        const float mean = vf_sum(squares) / (float)n + eps;
+        const VF factor = vf_set1(mean < kInfinity ? 1.0f / __builtin_sqrtf(mean) : __builtin_nanf(""));
         for (i = 0; i + 16 <= n; i += 16) vf_store(to + i, vf_mul(vf_mul(vf_load(in + i), factor), vf_load(weight + i)));
         if (i < n)
             vf_store_part(to + i, vf_mul(vf_mul(vf_load_part(in + i, n - i), factor), vf_load_part(weight + i, n - i)), n - i);

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from octavo.cli.loading_bar import LoadingBar
 from octavo.cli.terminal import Interrupt
 from octavo.errors import OctavoError
 from octavo.outputs import CompletionDelta, OutputAccumulator, RequestOutput
@@ -46,14 +47,16 @@ class Answer:
 
     def summary(self) -> str:
         tokens = f"{self.num_tokens} token" + ("" if self.num_tokens == 1 else "s")
-        return f"{tokens}, {self.tokens_per_second:.1f} tokens/s, first after {self.ttft:.2f} s"
+        stopped = "stopped: " if self.interrupted else ""
+        return f"{stopped}{tokens}, {self.tokens_per_second:.1f} tokens/s, first after {self.ttft:.2f} s"
 
 
 def open_llm(config: EngineConfig) -> LLM:
     """The engine; imported here, so that help and usage errors do not wait for it."""
     from octavo.llm import LLM
 
-    return LLM(config.model, config=config)
+    with LoadingBar() as bar:
+        return LLM(config.model, config=config, load_progress=bar.report)
 
 
 def read_answer(start: Callable[[], Iterator[CompletionDelta]], n: int, show: Callable[[str], Any]) -> Answer:

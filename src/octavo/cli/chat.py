@@ -46,12 +46,12 @@ def command(
 ) -> int:
     """Talk to a model. With piped input, answer it and exit."""
     if system:
-        terminal.check_text(system, "--system")
+        system = terminal.check_text(system, "--system")
     config = chosen_model(config, name)
     interactive = terminal.is_terminal(sys.stdin)
     piped = None if interactive else terminal.read_input()
     with closing(open_llm(config)) as llm:
-        session = ChatSession(params, config.model, system)
+        session = ChatSession(params, config.model, system, llm.generation_defaults)
         if piped is not None:
             answer = ask(llm, session, piped)
             terminal.note(answer.summary())
@@ -121,9 +121,10 @@ def respond(llm: LLM, session: ChatSession, text: str) -> None:
             terminal.note(shown, sys.stdout)
         return
     answer = ask(llm, session, terminal.check_text(text.removeprefix("/"), "the message"))
-    stopped = "stopped: " if answer.interrupted else ""
-    cut = "; the context or max_tokens ended it" if answer.output.outputs[0].finish_reason == "length" else ""
-    terminal.note(f"{stopped}{answer.summary()}{cut}", sys.stdout)
+    full = answer.num_prompt_tokens + answer.num_tokens >= llm.max_model_len
+    reason = "; the context is full" if full else "; max_tokens ended it"
+    cut = reason if answer.output.outputs[0].finish_reason == "length" else ""
+    terminal.note(f"{answer.summary()}{cut}", sys.stdout)
 
 
 def read_message(read: Callable[[str], str] = input) -> str:

@@ -7,9 +7,10 @@ Not here: prompts, streaming, Ctrl-C (chat.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from octavo.cli.options import REPEATED, SAMPLING_HELP
@@ -47,8 +48,12 @@ class Totals:
 class ChatSession:
     """Turns alternate user, assistant; a system message, if any, comes first and always stays."""
 
-    def __init__(self, params: SamplingParams, model: str, system: str | None = None) -> None:
+    def __init__(
+        self, params: SamplingParams, model: str, system: str | None = None, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.params = params
+        #: What the model itself sets where `params` leave a field open; only shown here.
+        self.defaults = defaults
         self.model = model
         self.system = system
         self.turns: list[Message] = []
@@ -77,14 +82,15 @@ class ChatSession:
     def make_room(self, max_model_len: int, count: Callable[[list[Message]], int]) -> int:
         """Drop the oldest question and answer until the prompt leaves room for an answer; how many turns went.
 
-        The last question is never dropped: if it does not fit alone the engine says so.
+        The last question is never dropped. If it does not fit alone the engine says so, and nothing goes for it.
         """
         reserved = min(self.params.max_tokens or MAX_RESERVED_TOKENS, MAX_RESERVED_TOKENS, max_model_len // 4)
-        dropped = 0
+        before = list(self.turns)
         while len(self.turns) > 2 and count(self.messages) + reserved > max_model_len:
             del self.turns[:2]
-            dropped += 1
-        return dropped
+        if len(self.turns) < 3 and count(self.messages) >= max_model_len:
+            self.turns = before
+        return (len(before) - len(self.turns)) // 2
 
     def execute(self, line: str, engine_stats: Callable[[], dict[str, Any]]) -> str:
         """Carry out a slash command; the text to show. Raises OctavoError with the reason it could not."""
@@ -112,13 +118,13 @@ class ChatSession:
     def _set(self, argument: str) -> str:
         names = [name for name in SAMPLING_HELP if name not in NOT_SETTABLE]
         if not argument:
-            return "\n".join(f"{name:24} {getattr(self.params, name)!s:8}  {SAMPLING_HELP[name]}" for name in names)
+            return "\n".join(f"{name:24} {self._shown(name):18}  {SAMPLING_HELP[name]}" for name in names)
         name, _, text = argument.partition(" ")
         name = name.replace("-", "_")
         if name not in names:
             raise OctavoError(f"there is no setting {name}{nearest(name, names)} (/set lists them)")
         if not text.strip():
-            return f"{name} = {getattr(self.params, name)}"
+            return f"{name} = {self._shown(name)}"
         change: dict[str, Any] = {}
         try:
             if text.strip().lower() in ("none", "default"):
@@ -130,7 +136,18 @@ class ChatSession:
             raise
         except ValueError as error:
             raise OctavoError(f"{name}: {error}") from None
-        return f"{name} = {getattr(self.params, name)}"
+        return f"{name} = {self._shown(name)}"
+
+    def _shown(self, name: str) -> str:
+        """The value in force, as a person would write it."""
+        value = getattr(self.params, name)
+        if value is None and name in self.defaults:
+            return f"{self.defaults[name]} (the model's)"
+        if value in (None, ()):
+            return "not set"
+        if isinstance(value, Mapping):
+            return ",".join(f"{key}={number}" for key, number in value.items())
+        return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
 
     def _stats(self, engine: dict[str, Any]) -> str:
         totals = self.totals

@@ -43,7 +43,7 @@ SAMPLING_HELP = {
     "ignore_eos": "go on after the end-of-sequence token",
     "bad_words": "text that must not appear (may be repeated)",
     "allowed_token_ids": "ID,...: choose among these tokens only",
-    "seed": "same seed, same answer; default: drawn at random and reported",
+    "seed": "same seed, same answer; default: drawn at random (--json tells it)",
     "logprobs": "report this many alternatives for each token (with --json)",
     "prompt_logprobs": "the same for the tokens of the prompt (with --json)",
     "logprobs_mode": "raw: before, processed: after the sampling settings",
@@ -112,8 +112,7 @@ def _metavar(annotation: Any) -> str:
     kinds = [kind for kind in typing.get_args(annotation) or (annotation,) if kind is not type(None)]
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(kinds)
-    origins = {typing.get_origin(kind) for kind in kinds}
-    if Sequence in origins or Mapping in origins:
+    if {typing.get_origin(kind) for kind in (annotation, *kinds)} & {Sequence, Mapping}:
         return "TEXT" if str in kinds else "LIST"
     return {(int,): "INTEGER", (float,): "NUMBER", (str,): "TEXT", (int, str): "SIZE"}[tuple(kinds)]
 

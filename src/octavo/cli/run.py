@@ -60,7 +60,7 @@ def command(
         if prompt is None and terminal.is_terminal(sys.stdin):
             raise ConfigError('there is no prompt; write octavo run "...", or pipe it in')
         prompt = terminal.read_input()
-    terminal.check_text(prompt, "the prompt")
+    prompt = terminal.check_text(prompt, "the prompt")
     begin = time.perf_counter()
     with closing(open_llm(config)) as llm:
         loaded = time.perf_counter() - begin

@@ -63,10 +63,13 @@ def note(text: str, stream: TextIO | None = None) -> None:
 
 
 def check_text(text: str, name: str) -> str:
-    """`text`, or ConfigError where it is empty or (an argument in another encoding) no Unicode."""
+    """`text`, or ConfigError where it is empty or (an argument in another encoding) no Unicode.
+
+    Under a locale without UTF-8 Python keeps an argument's other bytes as surrogates; they are put together again.
+    """
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
         raise ConfigError(f"{name} is not valid UTF-8") from None
     if not text.strip():
         raise ConfigError(f"{name} is empty")

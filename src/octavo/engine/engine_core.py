@@ -80,16 +80,6 @@ class EngineCore:
                 deltas += self._end_request(request, Ending("abort"))
         return deltas
 
-    def preempt(self, request_ids: Iterable[str]) -> None:
-        """Free the blocks of running requests and queue them again, as a full pool would: for tests and `verify`.
-
-        A request stands for all its choices; unknown ids and whatever does not run are passed over.
-        """
-        for request_id in request_ids:
-            top = self._requests.get(request_id)
-            for request in (top, *top.children) if top is not None else ():
-                self.scheduler.preempt(request)
-
     def has_request(self, request_id: str) -> bool:
         return request_id in self._requests
 

@@ -139,12 +139,6 @@ class Scheduler:
         """Have the worker forget these, whether or not it knows them."""
         self._dropped.extend(request_ids)
 
-    def preempt(self, request: Request) -> None:
-        """Preempt one request between two steps, if it runs or holds; the victims of a full pool go the same way."""
-        if request.status in (RequestStatus.RUNNING, RequestStatus.HOLDING):
-            self.plan = self._empty_plan()
-            self._preempt(request)
-
     # A step
 
     def schedule(self) -> SchedulerOutput:

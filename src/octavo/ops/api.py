@@ -168,7 +168,9 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        """float32 [T, N]: x / sqrt(mean(x^2) + eps) * weight along the last axis (Zhang & Sennrich 2019)."""
+        """float32 [T, N]: x / sqrt(mean(x^2) + eps) * weight along the last axis (Zhang & Sennrich 2019).
+
+        A row whose mean leaves float32 is NaN, not the zeros of a division by infinity: the damage must show."""
         ...
 
     def add_(self, x: Array, y: Array) -> None:

@@ -87,7 +87,9 @@ class ReferenceOps:
 
     def rms_norm(self, x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
         out = self._take(x.shape[0], x.shape[1])
-        mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+        with np.errstate(over="ignore"):
+            mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+        mean_square[np.isinf(mean_square)] = np.nan
         np.divide(x, np.sqrt(mean_square + np.float32(eps)), out=out)
         out *= weight
         return out

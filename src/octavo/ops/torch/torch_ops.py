@@ -94,7 +94,9 @@ class TorchOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = self._take(x.shape[0], x.shape[1])
-        torch.mul(x, torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps), out=out)
+        mean_square = x.square().mean(dim=-1, keepdim=True)
+        mean_square.masked_fill_(mean_square.isinf(), float("nan"))
+        torch.mul(x, torch.rsqrt(mean_square + eps), out=out)
         return out.mul_(weight)
 
     def add_(self, x: Tensor, y: Tensor) -> None:
