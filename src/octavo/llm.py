@@ -128,7 +128,10 @@ class LLM:
         #: Requests whose reader went in the middle of a step: the garbage collector may close a stream anywhere.
         self._late_aborts: list[str] = []
         self._mail: dict[str, deque[CompletionDelta]] = {}
-        self._ids = (f"request-{i}" for i in itertools.count())
+        self._numbers = itertools.count()  # its next is one operation: safe for threads and interrupts
+
+    def _new_id(self) -> str:
+        return f"request-{next(self._numbers)}"
 
     # Whole answers
 
@@ -150,7 +153,7 @@ class LLM:
         all_params = _per_prompt("sampling_params", sampling_params, len(batch))
         priorities = _per_prompt("priority", priority, len(batch))
         requests = [
-            self._inputs.process(next(self._ids), prompt, params, priority=level)
+            self._inputs.process(self._new_id(), prompt, params, priority=level)
             for prompt, params, level in zip(batch, all_params, priorities, strict=True)
         ]
         return self._run(requests, progress)
@@ -169,7 +172,7 @@ class LLM:
         batch = _as_conversations(messages)
         requests = [
             self._inputs.process_chat(
-                next(self._ids),
+                self._new_id(),
                 conversation,
                 params,
                 add_generation_prompt=add_generation_prompt,
@@ -211,7 +214,7 @@ class LLM:
 
         Other calls may run while a stream is half read: they bring it forward too.
         """
-        return self._stream(self._inputs.process(next(self._ids), prompt, sampling_params))
+        return self._stream(self._inputs.process(self._new_id(), prompt, sampling_params))
 
     def stream_chat(
         self,
@@ -224,7 +227,7 @@ class LLM:
     ) -> Iterator[CompletionDelta]:
         """As `stream`, for a conversation."""
         request = self._inputs.process_chat(
-            next(self._ids),
+            self._new_id(),
             messages,
             sampling_params,
             add_generation_prompt=add_generation_prompt,

@@ -7,10 +7,10 @@ Not here: the conversation and its slash commands (chat_session.py), how an answ
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
+#: The longest answer unless the user says otherwise: a small model that repeats itself must come to an end.
+ANSWER_TOKENS = 1024
+#: Where neither the user nor the model's files say: without it small models fall into loops ("Boil an egg:" for ever).
+#: Only in the chat; `run`, Python and the server compute what they are told.
+REPETITION_PENALTY = 1.1
 EXAMPLES = """\b
 Examples:
   octavo chat
@@ -44,14 +49,14 @@ def command(
     name: Annotated[str | None, typer.Argument(metavar="MODEL", help="short name, folder, .gguf file or Hugging Face id")] = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="the system message")] = None,
 ) -> int:
-    """Talk to a model. With piped input, answer it and exit."""
+    """Talk to a model. With piped input, answer it and exit. An answer has at most 1024 tokens unless --max-tokens says more."""
     if system:
         system = terminal.check_text(system, "--system")
     config = chosen_model(config, name)
     interactive = terminal.is_terminal(sys.stdin)
     piped = None if interactive else terminal.read_input()
     with closing(open_llm(config)) as llm:
-        session = ChatSession(params, config.model, system, llm.generation_defaults)
+        session = ChatSession(for_chat(params, llm.generation_defaults), config.model, system, llm.generation_defaults)
         if piped is not None:
             answer = ask(llm, session, piped)
             terminal.note(answer.summary())
@@ -59,6 +64,15 @@ def command(
         terminal.note(f"{config.model}, up to {llm.max_model_len} tokens. /help lists commands.", sys.stdout)
         loop(llm, session)
     return 0
+
+
+def for_chat(params: SamplingParams, model_defaults: Mapping[str, Any]) -> SamplingParams:
+    """The chat's own defaults, where the user left them open."""
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=ANSWER_TOKENS)
+    if params.repetition_penalty is None and model_defaults.get("repetition_penalty") is None:
+        params = replace(params, repetition_penalty=REPETITION_PENALTY)
+    return params
 
 
 def ask(llm: LLM, session: ChatSession, text: str) -> Answer:
@@ -122,7 +136,7 @@ def respond(llm: LLM, session: ChatSession, text: str) -> None:
         return
     answer = ask(llm, session, terminal.check_text(text.removeprefix("/"), "the message"))
     full = answer.num_prompt_tokens + answer.num_tokens >= llm.max_model_len
-    reason = "; the context is full" if full else "; max_tokens ended it"
+    reason = "; the context is full" if full else "; max_tokens ended it (/set max_tokens N)"
     cut = reason if answer.output.outputs[0].finish_reason == "length" else ""
     terminal.note(f"{answer.summary()}{cut}", sys.stdout)
 

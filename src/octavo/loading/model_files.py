@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.is_file() else {}
+    return read_json_object(path) if os.path.lexists(path) else {}  # a broken link is an error, not an absent file
 
 
 def _text_or_none(value: Any, where: str) -> str | None:
@@ -163,7 +164,7 @@ def _text_or_none(value: Any, where: str) -> str | None:
 def _folder_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json: a string, or a list of named ones of which "default" counts."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if os.path.lexists(path):
         return read_text(path)
     value, where = tokenizer_config.get("chat_template"), f"{folder / 'tokenizer_config.json'}: chat_template"
     if isinstance(value, list):

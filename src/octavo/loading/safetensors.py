@@ -7,6 +7,7 @@ SafetensorsFile owns its map, Checkpoint its files. Not here: pickled formats (r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +159,7 @@ def checkpoint_paths(folder: Path) -> tuple[Path, ...]:
     index it is model.safetensors, else the only .safetensors there. Raises ModelLoadError for a missing file.
     """
     index = folder / INDEX_NAME
-    if index.is_file():
+    if os.path.lexists(index):
         paths = tuple(folder / name for name in sorted(set(_weight_map(index).values())))
         for path in paths:
             if not path.is_file():

@@ -63,8 +63,9 @@ class GGUFSource:
 
     def matrix(self, name: str) -> PackedTensor:
         tensor = self.file.tensors[name]
+        raw = tensor.raw()
         try:
-            return transcode(tensor.raw(), tensor.type, _as_matrix(tensor.shape), name=name, type_name=tensor.type_name)
+            return transcode(raw, tensor.type, _as_matrix(tensor.shape), name=name, type_name=tensor.type_name)
         except ModelLoadError as error:
             raise ModelLoadError(f"{self.where}: {error}") from None
 
