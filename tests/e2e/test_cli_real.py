@@ -73,6 +73,7 @@ def test_a_conversation_on_a_terminal(tmp_path):
     chat.sendline("/set max_tokens 4000")
     chat.expect_exact(">>> ")
     chat.sendline("Tell me a long story.")
+    chat.expect_exact("Tell me a long story.")  # the echo
     chat.expect(r"\w+ \w+ \w+")  # it has begun
     chat.sendintr()
     chat.expect_exact("stopped: ")
@@ -84,6 +85,12 @@ def test_a_conversation_on_a_terminal(tmp_path):
     chat.sendline(f"/save {tmp_path / 'chat.json'}")
     chat.expect_exact("saved 4 messages")
     chat.expect_exact(">>> ")
+    for _ in range(3):  # as soon as the question is in, answer begun or not: the program stays
+        chat.sendline("Tell me another one.")
+        chat.expect_exact("Tell me another one.")
+        chat.sendintr()
+        chat.expect_exact("stopped: ")
+        chat.expect_exact(">>> ")
     chat.sendeof()
     chat.expect(pexpect.EOF)
     chat.close()

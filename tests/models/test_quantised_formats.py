@@ -37,7 +37,8 @@ def test_gguf_types(tmp_path, family, kind):
 
 def test_formats_mixed_inside_one_fused_weight(tmp_path):
     """q, k and v, or gate and up, in different formats, as files made for quality have them."""
-    quant = {"": "Q4_K", "blk.0.attn_v.weight": "Q6_K", "blk.0.attn_k.weight": "Q8_0", "blk.1.ffn_up.weight": "F16", "output.weight": "Q6_K"}
+    quant = {"": "Q4_K", "output.weight": "Q6_K"}
+    quant |= {"blk.0.attn_v.weight": "Q6_K", "blk.0.attn_k.weight": "Q8_0", "blk.1.ffn_up.weight": "F16"}
     tiny = write_tiny(tmp_path / "m", fmt="gguf", seed=4, quant=quant, tie_word_embeddings=False, **SHAPE)
     oracle = hf_model(tiny)
     check(tiny.path, oracle, "reference")

@@ -118,6 +118,9 @@ def loop(llm: LLM, session: ChatSession) -> None:
         leaving = False
         try:
             respond(llm, session, text)
+        except KeyboardInterrupt:  # before the answer began; later ones end it in read_answer
+            terminal.write("\n")
+            terminal.note("stopped: the question was taken back", sys.stdout)
         except EngineDeadError:
             raise
         except OctavoError as error:
