@@ -1,5 +1,5 @@
 // Test builds only (OCTAVO_SIMDE): AVX-512 by SIMDe (libsimde-dev), so that the source of the AVX-512 level can be run,
-// and compared bit for bit with the AVX2 level, on a machine without AVX-512. The four intrinsics that SIMDe 0.7.4
+// and compared bit for bit with the AVX2 level, on a machine without AVX-512. The five intrinsics that SIMDe 0.7.4
 // lacks are made of their AVX2 and F16C halves.
 #pragma once
 #include <immintrin.h>
@@ -52,6 +52,10 @@ inline __m256i emulated_cvtepi32_epi16(simde__m512i x) {
     return r;
 }
 
+inline simde__m512i emulated_srai_epi32(simde__m512i x, int count) {
+    return joined(_mm256_srai_epi32(half_of(x, 0), count), _mm256_srai_epi32(half_of(x, 1), count));
+}
+
 }  // namespace
 }  // namespace octavo
 
@@ -59,3 +63,4 @@ inline __m256i emulated_cvtepi32_epi16(simde__m512i x) {
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
+#define _mm512_srai_epi32 emulated_srai_epi32
