@@ -136,13 +136,20 @@ def test_removing_a_part_is_noticed(tiny, family, removal):
     assert difference(harness.all_logits(executor, tokens), expected) > REMOVED
 
 
-def test_removing_the_bias_of_qwen2_is_noticed(tiny, monkeypatch):
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_removing_a_bias_of_qwen2_is_noticed(tiny, monkeypatch, part):
     model, oracle = tiny("qwen2", "safetensors")
     pack, seen = ReferenceOps.pack_linear, []
+    sizes = {name: model.hf_config_kwargs[key] for name, key in (("q", "num_attention_heads"), ("k", "num_key_value_heads"))}
 
     def without_bias(self, parts, bias=None):
         seen.append(bias is not None)
-        return pack(self, parts, None)
+        if bias is not None:
+            head = len(bias) // (sizes["q"] + 2 * sizes["k"])
+            q, k = sizes["q"] * head, sizes["k"] * head
+            bias = bias.copy()
+            bias[{"q": slice(0, q), "k": slice(q, q + k), "v": slice(q + k, None)}[part]] = 0
+        return pack(self, parts, bias)
 
     monkeypatch.setattr(ReferenceOps, "pack_linear", without_bias)
     executor = harness.load(model.path, backend="reference")
