@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
 from octavo.config import EngineConfig
+from octavo.engine.detokenizer import TokenBytes
 from octavo.engine.executor import ExecutorInfo
 from octavo.engine.request import EngineRequest, max_output_tokens
 from octavo.errors import InvalidRequestError
@@ -32,19 +33,12 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
-class EngineTokenizer(Protocol):
+class EngineTokenizer(TokenBytes, Protocol):
     """What the engine needs of octavo.tokenizer.Tokenizer."""
 
     @property
-    def vocab_size(self) -> int: ...
-    @property
-    def special_ids(self) -> Set[int]: ...
-    @property
-    def strip_leading_space(self) -> bool: ...
-    @property
     def bos_token_id(self) -> int | None: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
     def token_text(self, token_id: int) -> str: ...
 
 

@@ -38,8 +38,8 @@ class ShortName:
 
 #: The model cards of SmolLM2-Instruct sample with these; their files leave it open.
 _SMOLLM2 = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
-#: The 4-bit file leaves good and bad first words nearly tied: asked for France's capital, it begins with "L'" 3 times in 10 and
-#: then never ends. A smaller nucleus leaves them out, still varies at a higher temperature, and does nothing to greedy choice.
+#: The 4-bit file leaves good and bad first words nearly tied: asked for France's capital, it often begins with "L'" and
+#: then goes on without end. A smaller nucleus leaves them out, still varies at a higher temperature, and does nothing to greedy choice.
 _SMOLLM2_Q4 = MappingProxyType({**_SMOLLM2, "top_p": 0.5})
 
 SHORT_NAMES: Mapping[str, ShortName] = MappingProxyType(
