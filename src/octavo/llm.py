@@ -1,8 +1,8 @@
-"""LLM and AsyncLLM: the Python interface. Also the wiring: model files -> executor, tokenizer, engine core.
+"""LLM and AsyncLLM: the Python interface.
 
 Owner: an LLM owns its engine core and runs it in the caller's thread; a lock lets several threads and half-read streams
 share it, each step bringing forward all of them. AsyncLLM runs the same core in a thread of its own.
-Not here: scheduling (engine/), loading (loading/, worker/).
+Not here: what an engine is made of (wiring.py), scheduling (engine/).
 """
 
 from __future__ import annotations
@@ -13,87 +13,28 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.engine_core import EngineCore
 from octavo.engine.events import StepEvent
 from octavo.engine.executor import Executor
-from octavo.engine.input_processor import EngineChatTemplate, EngineTokenizer, InputProcessor, Messages, Prompt
-from octavo.engine.interrupts import InterruptGate, InterruptibleExecutor
+from octavo.engine.input_processor import EngineTokenizer, Messages, Prompt
+from octavo.engine.interrupts import InterruptGate
 from octavo.engine.metrics import EngineStats
 from octavo.engine.request import EngineRequest
-from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError
+from octavo.errors import EngineDeadError, InvalidRequestError
 from octavo.model_config import ModelConfig
 from octavo.outputs import CompletionDelta, OutputAccumulator, RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.wiring import EngineParts, LoadProgress, make_config
 
 _log = logging.getLogger("octavo")
 
 #: Called with (choices finished, choices in all).
 Progress = Callable[[int, int], None]
-#: Called with ("download" or "load", bytes done, bytes in all); from several threads while downloading.
-LoadProgress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What an engine is made of. `load` takes it from a model; tests put it together from fakes."""
-
-    executor: Executor
-    tokenizer: EngineTokenizer
-    chat_template: EngineChatTemplate | None = None
-    eos_token_ids: frozenset[int] = frozenset()
-    #: Sampling defaults of the model.
-    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
-    config: EngineConfig = field(default_factory=EngineConfig)
-    model_config: ModelConfig | None = None
-
-    @classmethod
-    def load(cls, config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
-        """Find, check and load a model. Raises ModelLoadError or ConfigError."""
-        from octavo.loading.source import resolve_source  # only here: a test with fakes needs none of it
-        from octavo.tokenizer import ChatTemplate, load_tokenizer
-        from octavo.worker.executor import LocalExecutor
-
-        files = resolve_source(config.model, revision=config.revision, progress=progress and partial(progress, "download"))
-        tokenizer = load_tokenizer(files)
-        if tokenizer.vocab_size > files.config.vocab_size:
-            _log.warning(
-                "%s: the tokenizer has %d tokens, the model %d: prompts with a token beyond those are refused",
-                files.name,
-                tokenizer.vocab_size,
-                files.config.vocab_size,
-            )
-        executor = LocalExecutor(files, config, progress and partial(progress, "load"))
-        template = ChatTemplate(files.chat_template, tokenizer) if files.chat_template else None
-        return cls(
-            executor, tokenizer, template, files.eos_token_ids | frozenset(tokenizer.eos_token_ids), files.generation, config, files.config
-        )
-
-    def input_processor(self) -> InputProcessor:
-        return InputProcessor(
-            self.tokenizer, self.chat_template, self.executor.info, self.eos_token_ids, self.generation_defaults, self.config
-        )
-
-    def core(self, gate: InterruptGate | None = None) -> EngineCore:
-        """`gate`: lets interrupts through while the model computes."""
-        executor = self.executor if gate is None else InterruptibleExecutor(self.executor, gate)
-        return EngineCore(executor, self.tokenizer, self.config)
-
-
-def make_config(model: str | None, config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
-    """`config`, or the defaults, with the model and single settings laid over. Raises ConfigError for unknown names."""
-    known = {setting.name for setting in fields(EngineConfig)}
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"unknown setting {name!r}; there are {', '.join(sorted(known))}")
-    changes = dict(settings) if model is None else {"model": str(model), **settings}
-    return replace(config or EngineConfig(), **changes)
 
 
 class LLM:

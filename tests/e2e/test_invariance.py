@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from octavo import EngineConfig, SamplingParams
-from octavo.llm import EngineParts
 from octavo.outputs import OutputAccumulator, RequestOutput
+from octavo.wiring import EngineParts
 
 pytest.importorskip("octavo._native", reason="the native module is not built")
 

@@ -8,8 +8,9 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
-from octavo.llm import LLM, make_config
+from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
+from octavo.wiring import make_config
 from tests.engine.fake import EOS, FakeExecutor, FakeTemplate, FakeTokenizer
 from tests.tiny_models import write_tiny
 

@@ -16,7 +16,7 @@ import octavo
 SOURCE = Path(octavo.__file__).parent
 
 #: Plain data: anything may import these.
-PLAIN = {"config", "sampling_params", "outputs", "model_config", "weight_spec", "errors"}
+PLAIN = {"config", "server_config", "sampling_params", "outputs", "model_config", "weight_spec", "errors"}
 #: What a user of the package sees.
 PUBLIC = {"octavo", "llm", "config_sources"}
 #: Package (or top-level module) -> what it may import besides PLAIN and itself: "ops" means all of ops, "ops.api" one module.
@@ -31,9 +31,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": set(),
     "engine": {"tokenizer"},
     "worker": {"models", "loading", "sampling", "ops", "engine.scheduler_output"},
-    "server": {"engine.async_engine", "tokenizer"},
+    # never what computes: worker, ops and models are in the core's process
+    "server": {"engine.async_engine", "engine.core_messages", "engine.metrics", "engine.input_processor", "engine.request", "wiring"},
     "config_sources": set(),
-    "llm": {"engine", "worker", "loading", "tokenizer", "ops", "config_sources"},  # the wiring
+    "wiring": {"engine", "worker", "loading", "tokenizer"},
+    "core_process": {"engine", "wiring"},
+    "llm": {"engine", "wiring", "config_sources"},
     "octavo": {"llm"},
     "cli": PUBLIC | {"server", "bench", "lab"},
     "bench": PUBLIC,
