@@ -24,16 +24,13 @@ constexpr int64_t kMaxHeadDim = 256;
 enum class Layout : int32_t { F32, F16, BF16, Q4B32, Q8B32, Q8B16 };
 enum class KvType : int32_t { F32, BF16, F16 };
 
-// An activation is a 15-bit integer in two planes of bytes: q = kPlane * high + low, with |high| <= 127 and low in
-// [-64, 63]. Two integer dot products, exact both, give what one on 16-bit activations would, on byte instructions.
-constexpr int32_t kPlaneBits = 7;
-constexpr int32_t kPlane = 1 << kPlaneBits;
-constexpr int32_t kMaxActivation = 127 * kPlane;
+// An activation is a 15-bit integer, |q| <= kMaxActivation: what two planes of bytes hold, 128 * high + low, for the
+// levels whose products are of bytes.
+constexpr int32_t kMaxActivation = 127 * 128;
 
 // 32 quantised activations: x[i] ~ scale * q[i].
 struct alignas(32) ActBlock {
-    int8_t high[32];
-    int8_t low[32];
+    int16_t q[32];               // in the form and order that the level's own products read: store_activations of its header
     float scale;
     float offset_factor;         // scale * sum: what a weight offset of the block is multiplied by
     float half_offset_factor[2]; // the same of each half of 16

@@ -1,12 +1,5 @@
 // Row-wise kernels: quantisation of activations, RMSNorm, SiLU-gated product.
 
-// Splits 16 q into their planes: high = floor((q + kPlane / 2) / kPlane), low = q - kPlane * high.
-static inline void store_planes(VI q, int8_t* high, int8_t* low) {
-    const VI h = vi_sra<kPlaneBits>(vi_add(q, vi_set1(kPlane / 2)));
-    vi_store_i8(high, h);
-    vi_store_i8(low, vi_sub(q, vi_shl<kPlaneBits>(h)));
-}
-
 // x ~ scale * q with scale = max|x| / M, M = kMaxActivation, and q = x * (M / max|x|) rounded to nearest even. A block that holds an
 // infinity or NaN gets q = 0 and scale = NaN, so that the damage shows in its row instead of becoming a plausible
 // number. Blocks below 1e-30 are zero: their reciprocal would overflow.
@@ -24,8 +17,7 @@ static inline void quantize_block(VF x0, VF x1, ActBlock* out) {
     }
     const VI q0 = rounded_int(vf_add(vf_mul(x0, vf_set1(inverse)), vf_set1(kRound)));
     const VI q1 = rounded_int(vf_add(vf_mul(x1, vf_set1(inverse)), vf_set1(kRound)));
-    store_planes(q0, out->high, out->low);
-    store_planes(q1, out->high + 16, out->low + 16);
+    store_activations(q0, q1, out->q);
     out->half_sum[0] = vi_sum(q0);
     out->half_sum[1] = vi_sum(q1);
     out->sum = out->half_sum[0] + out->half_sum[1];

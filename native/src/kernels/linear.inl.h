@@ -4,8 +4,6 @@
 // same fused operations whatever the number of rows or columns computed beside it. Rows are tiled only so that they
 // share the loads of the weights; nothing is ever summed across a tile.
 
-constexpr int kVectors = 16 / kLanes;  // registers of columns in a panel
-
 static inline CF load_scales(const uint8_t* p, int64_t first, bool f16) {
     return f16 ? cf_load_f16((const uint16_t*)p + first) : cf_load((const float*)p + first);
 }
@@ -16,20 +14,18 @@ static inline CF fold(CF acc, CI dot, int32_t zero, int32_t sum, CF scales, floa
     return cf_fma(cf_from_int(dot), cf_mul(scales, cf_set1(x_scale)), acc);
 }
 
-// R rows times V registers of columns, starting at column `first` of the panel.
-template <Layout L, int R, int V>
-static inline void quantized_tile(const Segment* s, const uint8_t* panel, int first, const ActBlock* x, int64_t blocks_per_row,
-                                  CF (*acc)[V]) {
+// R rows times a panel: kVectors registers of columns.
+template <Layout L, int R>
+static inline void quantized_tile(const Segment* s, const uint8_t* panel, const ActBlock* x, int64_t blocks_per_row, CF (*acc)[kVectors]) {
     constexpr bool nibbles = L == Layout::Q4B32, halves = L == Layout::Q8B16;
-    constexpr int64_t quant_bytes = nibbles ? 256 : 512;
     const int32_t zero = s->zero + (nibbles ? 0 : kByteBias);
-    const int64_t row_bytes = s->scale_f16 ? 32 : 64, offsets_at = quant_bytes + (halves ? 2 : 1) * row_bytes;
+    const int64_t row_bytes = s->scale_f16 ? 32 : 64, scales_at = nibbles ? 256 : 512, offsets_at = scales_at + (halves ? 2 : 1) * row_bytes;
     const bool f16 = s->scale_f16, has_offset = s->has_offset;
     const int64_t blocks = s->k / kBlock;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) acc[r][v] = cf_zero();
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = cf_zero();
     for (int64_t b = 0; b < blocks; ++b, panel += s->block_bytes) {
         const ActBlock* rows[R];
 #pragma GCC unroll 8
@@ -37,36 +33,23 @@ static inline void quantized_tile(const Segment* s, const uint8_t* panel, int fi
         if (R <= 2)  // few rows: bound by memory; the reads run far enough ahead of the arithmetic
             for (int64_t i = 0; i < s->block_bytes; i += 64) __builtin_prefetch(panel + 6144 + i);
 #pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) {
-            const int column = first + v * kLanes;
-            const uint8_t* w = panel + column * 4;
-            const uint8_t *scales_at = panel + quant_bytes, *offsets = panel + offsets_at;
-            CI dot[R];
-            if constexpr (!halves) {
-                if constexpr (nibbles) dots_u4<R>(w, rows, dot);
-                else dots_s8<R, 0, 8>(w, rows, dot);
-                const CF scales = load_scales(scales_at, column, f16);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) acc[r][v] = fold(acc[r][v], dot[r], zero, rows[r]->sum, scales, rows[r]->scale);
-                if (has_offset) {
-                    const CF offset = load_scales(offsets, column, f16);
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) acc[r][v] = cf_fma(offset, cf_set1(rows[r]->offset_factor), acc[r][v]);
-                }
-            } else {
+        for (int h = 0; h < (halves ? 2 : 1); ++h) {
+            CI dot[R][kVectors];
+            if constexpr (nibbles) dots_u4<R>(panel, rows, dot);
+            else if constexpr (!halves) dots_s8<R, 0, 8>(panel, rows, dot);
+            else if (h == 0) dots_s8<R, 0, 4>(panel, rows, dot);
+            else dots_s8<R, 4, 8>(panel, rows, dot);
 #pragma GCC unroll 2
-                for (int h = 0; h < 2; ++h) {
-                    if (h == 0) dots_s8<R, 0, 4>(w, rows, dot);
-                    else dots_s8<R, 4, 8>(w, rows, dot);
-                    const CF scales = load_scales(scales_at + h * row_bytes, column, f16);
+            for (int v = 0; v < kVectors; ++v) {
+                const CF scales = load_scales(panel + scales_at + h * row_bytes, v * kLanes, f16);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+                    acc[r][v] = fold(acc[r][v], dot[r][v], zero, halves ? rows[r]->half_sum[h] : rows[r]->sum, scales, rows[r]->scale);
+                if (has_offset) {
+                    const CF offset = load_scales(panel + offsets_at + h * row_bytes, v * kLanes, f16);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r)
-                        acc[r][v] = fold(acc[r][v], dot[r], zero, rows[r]->half_sum[h], scales, rows[r]->scale);
-                    if (has_offset) {
-                        const CF offset = load_scales(offsets + h * row_bytes, column, f16);
-#pragma GCC unroll 8
-                        for (int r = 0; r < R; ++r) acc[r][v] = cf_fma(offset, cf_set1(rows[r]->half_offset_factor[h]), acc[r][v]);
-                    }
+                        acc[r][v] = cf_fma(offset, cf_set1(halves ? rows[r]->half_offset_factor[h] : rows[r]->offset_factor), acc[r][v]);
                 }
             }
         }
@@ -86,37 +69,36 @@ static inline void write_panel(float* out, const float* values, const float* bia
 template <Layout L, int R>
 static inline void quantized_rows(const Segment* s, int64_t p, const ActBlock* x, int64_t blocks_per_row, const float* bias,
                                   float* out, int64_t out_stride) {
-    // A whole panel at once while its accumulators fit in registers, else one register of columns after the other.
-    constexpr int V = R <= 2 ? kVectors : 1;
-    const uint8_t* panel = s->data + p * s->panel_bytes;
-    float values[R][16];
-    for (int first = 0; first < 16; first += V * kLanes) {
-        CF acc[R][V];
-        quantized_tile<L, R, V>(s, panel, first, x, blocks_per_row, acc);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-            for (int v = 0; v < V; ++v) cf_store(values[r] + first + v * kLanes, acc[r][v]);
-    }
+    CF acc[R][kVectors];
+    quantized_tile<L, R>(s, s->data + p * s->panel_bytes, x, blocks_per_row, acc);
     const int64_t left = s->columns - p * kPanel, columns = left < kPanel ? left : kPanel;
-    for (int r = 0; r < R; ++r) write_panel(out + r * out_stride + p * kPanel, values[r], bias ? bias + p * kPanel : nullptr, columns);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        float values[16];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) cf_store(values + v * kLanes, acc[r][v]);
+        write_panel(out + r * out_stride + p * kPanel, values, bias ? bias + p * kPanel : nullptr, columns);
+    }
+}
+
+// As many tiles of R rows as there are rows left; returns the first row that is still to be done.
+template <Layout L, int R>
+static inline int64_t quantized_tiles(const Segment* s, int64_t p, const ActBlock* x, int64_t blocks_per_row, int64_t t, int64_t rows,
+                                      const float* bias, float* out, int64_t out_stride) {
+    for (; t + R <= rows; t += R)
+        quantized_rows<L, R>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
+    return t;
 }
 
 template <Layout L>
 static void quantized_panels(const Segment* s, const ActBlock* x, int64_t blocks_per_row, int64_t rows, int64_t panel0,
                              int64_t panel1, const float* bias, float* out, int64_t out_stride) {
     for (int64_t p = panel0; p < panel1; ++p) {
-        int64_t t = 0;
-        for (; t + kRowTile <= rows; t += kRowTile)
-            quantized_rows<L, kRowTile>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
-        if constexpr (kRowTile > 4)
-            if (t + 4 <= rows) {
-                quantized_rows<L, 4>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
-                t += 4;
-            }
-        for (; t + 2 <= rows; t += 2)
-            quantized_rows<L, 2>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
-        if (t < rows) quantized_rows<L, 1>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
+        int64_t t = quantized_tiles<L, kRowTile>(s, p, x, blocks_per_row, 0, rows, bias, out, out_stride);
+        if constexpr (kRowTile > 4) t = quantized_tiles<L, 4>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
+        t = quantized_tiles<L, 3>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
+        t = quantized_tiles<L, 2>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
+        quantized_tiles<L, 1>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
     }
 }
 

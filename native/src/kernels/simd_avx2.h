@@ -4,6 +4,7 @@
 struct VF { __m256 a, b; };
 struct VI { __m256i a, b; };
 constexpr int kLanes = 8;
+constexpr int kVectors = 16 / kLanes;
 constexpr int kRowTile = 4;
 
 static inline VF vf_set1(float x) { const __m256 v = _mm256_set1_ps(x); return {v, v}; }
@@ -29,16 +30,10 @@ static inline VI vi_load(const void* p) {
     return {_mm256_loadu_si256(v), _mm256_loadu_si256(v + 1)};
 }
 static inline void vi_store(int32_t* p, VI x) { _mm256_storeu_si256((__m256i*)p, x.a); _mm256_storeu_si256((__m256i*)(p + 8), x.b); }
-static inline void vi_store_i8(int8_t* p, VI x) {
-    const __m128i lo = _mm_packs_epi32(_mm256_castsi256_si128(x.a), _mm256_extracti128_si256(x.a, 1));
-    const __m128i hi = _mm_packs_epi32(_mm256_castsi256_si128(x.b), _mm256_extracti128_si256(x.b, 1));
-    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(lo, hi));
-}
 static inline VI vi_add(VI x, VI y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 static inline VI vi_sub(VI x, VI y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 static inline VI vi_and(VI x, VI y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 static inline VI vi_max(VI x, VI y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
-template <int S> static inline VI vi_sra(VI x) { return {_mm256_srai_epi32(x.a, S), _mm256_srai_epi32(x.b, S)}; }
 template <int S> static inline VI vi_shl(VI x) { return {_mm256_slli_epi32(x.a, S), _mm256_slli_epi32(x.b, S)}; }
 
 static inline VF vf_load_f16(const uint16_t* p) {
@@ -72,57 +67,64 @@ static inline CF cf_fma(CF x, CF y, CF z) { return _mm256_fmadd_ps(x, y, z); }
 static inline CF cf_from_int(CI x) { return _mm256_cvtepi32_ps(x); }
 static inline CI ci_sub_set1(CI x, int32_t y) { return _mm256_sub_epi32(x, _mm256_set1_epi32(y)); }
 
-// Four consecutive bytes of a plane in every 32-bit lane.
-static inline __m256i four_of(const int8_t* plane, int group) {
-    int32_t four;
-    __builtin_memcpy(&four, plane + 4 * group, 4);
-    return _mm256_set1_epi32(four);
+// The q are 16-bit integers, each four of them in the order 0 2 1 3: what a 32-bit lane of weights, bytes of inputs 0 to
+// 3, comes apart into by shifts is the pair 0 2 and the pair 1 3.
+static inline __m256i in_pairs(VI q) {
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(q.a, q.b), 0xd8);
+    return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(packed, 0xd8), 0xd8);
+}
+static inline void store_activations(VI q0, VI q1, int16_t* q) {
+    _mm256_store_si256((__m256i*)q, in_pairs(q0));
+    _mm256_store_si256((__m256i*)(q + 16), in_pairs(q1));
 }
 
-// kPlane * sum(high) + sum(low) over neighbouring 16-bit sums.
-static inline __m256i join_planes(__m256i high, __m256i low) {
-    return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(kPlane)), _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
+template <int R> static inline void clear_dots(CI (*d)[kVectors]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) d[r][v] = _mm256_setzero_si256();
 }
 
-// Unsigned nibble times signed byte; eight pairs of products add up to at most 8 * 2 * 15 * 127 = 30480, so 16-bit
-// sums of a whole block cannot overflow.
-template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI* d) {
-    const __m256i nibble = _mm256_set1_epi8(15);
-    __m256i high[R], low[R];
+// Adds to the dots of R rows their pair number `pair` times the two weights of each column that `unpack` takes out of
+// the column's four bytes. Rows share the unpacked weights, columns the broadcast pair; every sum fits in 32 bits.
+template <int R, typename Unpack>
+[[gnu::always_inline]] static inline void add_pair(const uint8_t* w, const ActBlock* const* x, int pair, CI (*d)[kVectors], Unpack unpack) {
+    __m256i weights[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) weights[v] = unpack(_mm256_loadu_si256((const __m256i*)(w + 32 * v)));
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) high[r] = low[r] = _mm256_setzero_si256();
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-        const __m256i bytes = _mm256_loadu_si256((const __m256i*)(w + j * 64));
-        const __m256i first = _mm256_and_si256(bytes, nibble);
-        const __m256i second = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(first, four_of(x[r]->high, j)));
-            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(second, four_of(x[r]->high, j + 4)));
-            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(first, four_of(x[r]->low, j)));
-            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(second, four_of(x[r]->low, j + 4)));
+    for (int r = 0; r < R; ++r) {
+        int32_t two;
+        __builtin_memcpy(&two, x[r]->q + 2 * pair, 4);
+        const __m256i both = _mm256_set1_epi32(two);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+            d[r][v] = _mm256_add_epi32(d[r][v], _mm256_madd_epi16(weights[v], both));
+            // Does nothing, but the sum must exist here: free to regroup the sums of a whole block, GCC computes all
+            // products first and moves most of them to the stack and back.
+            asm("" : "+x"(d[r][v]));
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) d[r] = join_planes(high[r], low[r]);
 }
 
-// |w| as an unsigned byte times the activation with w's sign: 2 * 128 * 127 = 32512 fits in 16 bits, two such sums do
-// not, so each goes to 32 bits at once. w = -128 is right (|w| = 128 unsigned); neither plane ever holds -128.
+template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
+    const __m256i nibble = _mm256_set1_epi16(15);
+    clear_dots<R>(d);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j, w += 64) {
+        add_pair<R>(w, x, 2 * j, d, [&](__m256i bytes) { return _mm256_and_si256(bytes, nibble); });
+        add_pair<R>(w, x, 2 * j + 1, d, [&](__m256i bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 8), nibble); });
+        add_pair<R>(w, x, 2 * j + 8, d, [&](__m256i bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble); });
+        add_pair<R>(w, x, 2 * j + 9, d, [](__m256i bytes) { return _mm256_srli_epi16(bytes, 12); });
+    }
+}
+
 constexpr int32_t kByteBias = 0;
-template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, const ActBlock* const* x, CI* d) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) d[r] = _mm256_setzero_si256();
+template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
+    clear_dots<R>(d);
 #pragma GCC unroll 8
     for (int j = G0; j < G1; ++j) {
-        const __m256i bytes = _mm256_loadu_si256((const __m256i*)(w + j * 64));
-        const __m256i magnitude = _mm256_abs_epi8(bytes);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const __m256i high = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(four_of(x[r]->high, j), bytes));
-            const __m256i low = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(four_of(x[r]->low, j), bytes));
-            d[r] = _mm256_add_epi32(d[r], join_planes(high, low));
-        }
+        add_pair<R>(w + j * 64, x, 2 * j, d, [](__m256i bytes) { return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8); });
+        add_pair<R>(w + j * 64, x, 2 * j + 1, d, [](__m256i bytes) { return _mm256_srai_epi16(bytes, 8); });
     }
 }

@@ -4,6 +4,7 @@
 using VF = __m512;
 using VI = __m512i;
 constexpr int kLanes = 16;
+constexpr int kVectors = 16 / kLanes;
 constexpr int kRowTile = 8;
 
 static inline VF vf_set1(float x) { return _mm512_set1_ps(x); }
@@ -25,12 +26,10 @@ static inline VF vf_bits(VI x) { return _mm512_castsi512_ps(x); }
 static inline VI vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 static inline VI vi_load(const void* p) { return _mm512_loadu_si512(p); }
 static inline void vi_store(int32_t* p, VI x) { _mm512_storeu_si512(p, x); }
-static inline void vi_store_i8(int8_t* p, VI x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x)); }
 static inline VI vi_add(VI x, VI y) { return _mm512_add_epi32(x, y); }
 static inline VI vi_sub(VI x, VI y) { return _mm512_sub_epi32(x, y); }
 static inline VI vi_and(VI x, VI y) { return _mm512_and_si512(x, y); }
 static inline VI vi_max(VI x, VI y) { return _mm512_max_epi32(x, y); }
-template <int S> static inline VI vi_sra(VI x) { return _mm512_srai_epi32(x, S); }
 template <int S> static inline VI vi_shl(VI x) { return _mm512_slli_epi32(x, S); }
 
 static inline VF vf_load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
@@ -55,15 +54,29 @@ static inline CF cf_fma(CF x, CF y, CF z) { return vf_fma(x, y, z); }
 static inline CF cf_from_int(CI x) { return _mm512_cvtepi32_ps(x); }
 static inline CI ci_sub_set1(CI x, int32_t y) { return _mm512_sub_epi32(x, _mm512_set1_epi32(y)); }
 
-static inline __m512i four_of(const int8_t* plane, int group) {
+// The products are of bytes, so the q are two planes of 32 bytes, first all high, then all low: q = 128 * high + low with
+// |high| <= 127 and low in [-64, 63]. Two integer dot products, exact both, give what one on 16-bit integers would.
+constexpr int kPlaneBits = 7;
+static inline void store_planes(VI q, int8_t* high) {
+    const __m512i h = _mm512_srai_epi32(vi_add(q, vi_set1(1 << (kPlaneBits - 1))), kPlaneBits);
+    _mm_storeu_si128((__m128i*)high, _mm512_cvtsepi32_epi8(h));
+    _mm_storeu_si128((__m128i*)(high + 32), _mm512_cvtsepi32_epi8(vi_sub(q, vi_shl<kPlaneBits>(h))));
+}
+static inline void store_activations(VI q0, VI q1, int16_t* q) {
+    store_planes(q0, (int8_t*)q);
+    store_planes(q1, (int8_t*)q + 16);
+}
+
+// Four consecutive bytes of a plane in every 32-bit lane.
+static inline __m512i four_of(const ActBlock* x, int plane, int group) {
     int32_t four;
-    __builtin_memcpy(&four, plane + 4 * group, 4);
+    __builtin_memcpy(&four, (const int8_t*)x->q + 32 * plane + 4 * group, 4);
     return _mm512_set1_epi32(four);
 }
 
 static inline CI join_planes(CI high, CI low) { return _mm512_add_epi32(_mm512_slli_epi32(high, kPlaneBits), low); }
 
-template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI* d) {
+template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
     const __m512i nibble = _mm512_set1_epi8(15);
     __m512i high[R], low[R];
 #pragma GCC unroll 8
@@ -75,20 +88,20 @@ template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* co
         const __m512i second = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            high[r] = _mm512_dpbusd_epi32(high[r], first, four_of(x[r]->high, j));
-            high[r] = _mm512_dpbusd_epi32(high[r], second, four_of(x[r]->high, j + 4));
-            low[r] = _mm512_dpbusd_epi32(low[r], first, four_of(x[r]->low, j));
-            low[r] = _mm512_dpbusd_epi32(low[r], second, four_of(x[r]->low, j + 4));
+            high[r] = _mm512_dpbusd_epi32(high[r], first, four_of(x[r], 0, j));
+            high[r] = _mm512_dpbusd_epi32(high[r], second, four_of(x[r], 0, j + 4));
+            low[r] = _mm512_dpbusd_epi32(low[r], first, four_of(x[r], 1, j));
+            low[r] = _mm512_dpbusd_epi32(low[r], second, four_of(x[r], 1, j + 4));
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) d[r] = join_planes(high[r], low[r]);
+    for (int r = 0; r < R; ++r) d[r][0] = join_planes(high[r], low[r]);
 }
 
 // VNNI multiplies unsigned by signed bytes: the weight's sign bit is flipped, w + 128, and the caller takes 128 times
 // the sum of the activations off again. All exact in 32 bits.
 constexpr int32_t kByteBias = 128;
-template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, const ActBlock* const* x, CI* d) {
+template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
     const __m512i flip = _mm512_set1_epi8((char)0x80);
     __m512i high[R], low[R];
 #pragma GCC unroll 8
@@ -98,10 +111,10 @@ template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, co
         const __m512i bytes = _mm512_xor_si512(_mm512_loadu_si512(w + j * 64), flip);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            high[r] = _mm512_dpbusd_epi32(high[r], bytes, four_of(x[r]->high, j));
-            low[r] = _mm512_dpbusd_epi32(low[r], bytes, four_of(x[r]->low, j));
+            high[r] = _mm512_dpbusd_epi32(high[r], bytes, four_of(x[r], 0, j));
+            low[r] = _mm512_dpbusd_epi32(low[r], bytes, four_of(x[r], 1, j));
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) d[r] = join_planes(high[r], low[r]);
+    for (int r = 0; r < R; ++r) d[r][0] = join_planes(high[r], low[r]);
 }

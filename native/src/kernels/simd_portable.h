@@ -6,6 +6,7 @@
 struct VF { float v[16]; };
 struct VI { int32_t v[16]; };
 constexpr int kLanes = 16;
+constexpr int kVectors = 16 / kLanes;  // registers of columns in a panel
 constexpr int kRowTile = 4;
 
 #define OCTAVO_EACH for (int i = 0; i < 16; ++i)
@@ -47,12 +48,10 @@ static inline VF vf_bits(VI a) { VF r; __builtin_memcpy(r.v, a.v, 64); return r;
 static inline VI vi_set1(int32_t x) { VI r; OCTAVO_EACH r.v[i] = x; return r; }
 static inline VI vi_load(const void* p) { VI r; __builtin_memcpy(r.v, p, 64); return r; }
 static inline void vi_store(int32_t* p, VI a) { __builtin_memcpy(p, a.v, 64); }
-static inline void vi_store_i8(int8_t* p, VI a) { OCTAVO_EACH p[i] = (int8_t)a.v[i]; }
 static inline VI vi_add(VI a, VI b) { OCTAVO_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i]); return a; }
 static inline VI vi_sub(VI a, VI b) { OCTAVO_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] - (uint32_t)b.v[i]); return a; }
 static inline VI vi_and(VI a, VI b) { OCTAVO_EACH a.v[i] &= b.v[i]; return a; }
 static inline VI vi_max(VI a, VI b) { OCTAVO_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
-template <int S> static inline VI vi_sra(VI a) { OCTAVO_EACH a.v[i] >>= S; return a; }
 template <int S> static inline VI vi_shl(VI a) { OCTAVO_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] << S); return a; }
 
 static inline VF vf_load_f16(const uint16_t* p) { VF r; OCTAVO_EACH r.v[i] = half_to_float(p[i]); return r; }
@@ -75,18 +74,21 @@ static inline CF cf_fma(CF a, CF b, CF c) { return vf_fma(a, b, c); }
 static inline CF cf_from_int(CI a) { CF r; OCTAVO_EACH r.v[i] = (float)a.v[i]; return r; }
 static inline CI ci_sub_set1(CI a, int32_t x) { OCTAVO_EACH a.v[i] -= x; return a; }
 
-static inline int32_t activation(const ActBlock* x, int i) { return kPlane * x->high[i] + x->low[i]; }
+// What ActBlock::q holds is the level's own choice. Here: the 32 q in order.
+static inline void store_activations(VI q0, VI q1, int16_t* q) {
+    OCTAVO_EACH { q[i] = (int16_t)q0.v[i]; q[16 + i] = (int16_t)q1.v[i]; }
+}
 
-// Integer dot products of kLanes columns with R rows over a block of 4-bit weights. w: the block's bytes at the first
-// column wanted, [4][16 columns][4]; low nibbles are inputs 4j.., high nibbles inputs 16 + 4j...
-template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI* d) {
+// Integer dot products of a panel's columns with R rows over a block of 4-bit weights. w: the block's bytes,
+// [4][16 columns][4]; low nibbles are inputs 4j.., high nibbles inputs 16 + 4j...
+template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
     for (int r = 0; r < R; ++r) {
-        d[r] = vi_set1(0);
+        d[r][0] = vi_set1(0);
         for (int j = 0; j < 4; ++j)
             for (int c = 0; c < 16; ++c)
                 for (int t = 0; t < 4; ++t) {
                     const int byte = w[j * 64 + c * 4 + t];
-                    d[r].v[c] += (byte & 15) * activation(x[r], 4 * j + t) + (byte >> 4) * activation(x[r], 16 + 4 * j + t);
+                    d[r][0].v[c] += (byte & 15) * x[r]->q[4 * j + t] + (byte >> 4) * x[r]->q[16 + 4 * j + t];
                 }
     }
 }
@@ -94,12 +96,12 @@ template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* co
 // The same over the input groups [G0, G1) of 8-bit weights, [8][16 columns][4]. What the result is too large by, per
 // unit of the sum of the row's q, is kByteBias.
 constexpr int32_t kByteBias = 0;
-template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, const ActBlock* const* x, CI* d) {
+template <int R, int G0, int G1> static inline void dots_s8(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
     for (int r = 0; r < R; ++r) {
-        d[r] = vi_set1(0);
+        d[r][0] = vi_set1(0);
         for (int j = G0; j < G1; ++j)
             for (int c = 0; c < 16; ++c)
-                for (int t = 0; t < 4; ++t) d[r].v[c] += (int8_t)w[j * 64 + c * 4 + t] * activation(x[r], 4 * j + t);
+                for (int t = 0; t < 4; ++t) d[r][0].v[c] += (int8_t)w[j * 64 + c * 4 + t] * x[r]->q[4 * j + t];
     }
 }
 

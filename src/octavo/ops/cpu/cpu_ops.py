@@ -120,8 +120,8 @@ class CpuOps:
         self._context.add(x, y)
 
     def linear(self, x: Float32Array, weight: _native.PackedWeight, num_generated: int) -> Float32Array:
-        """Both kinds of rows use the same arithmetic here: activations rounded to 15 bits per block of 32 (two planes of
-        bytes) for quantised weights, float32 for float weights. num_generated is therefore only checked."""
+        """Both kinds of rows use the same arithmetic here: activations rounded to 15 bits per block of 32 for
+        quantised weights, float32 for float weights. num_generated is therefore only checked."""
         rows = x.shape[0]
         if not 0 <= num_generated <= rows:
             raise ValueError(f"num_generated must be between 0 and {rows}, got {num_generated}")
