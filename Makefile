@@ -41,6 +41,7 @@ sanitize: environment-test ## build the native kernels with ASan and UBSan and r
 bench: environment-test ## measure start, speed and quality; results go to results/*.json
 	@$(BIN)/python -m benchmarks.cold_start
 	@$(BIN)/python -m benchmarks.speed
+	@$(BIN)/python -m benchmarks.linear
 	@$(BIN)/python -m benchmarks.quality
 	@$(BIN)/python -m benchmarks.activation_bits
 	@$(BIN)/python tools/figures.py --write

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import record
+from benchmarks import RESULTS
+from octavo.bench import record
 from octavo.loading.source import resolve_source
 from octavo.tokenizer import load_tokenizer
 from tests.e2e import test_native_quality as quality
@@ -52,7 +53,14 @@ def main() -> int:
             hook.remove()
         print(name, results[name], flush=True)
     method = "perplexity, mean KL divergence and share of equal argmax against the same model with exact activations"
-    record.write("activation_bits", "python -m benchmarks.activation_bits", method, before, results, options.output)
+    record.write(
+        options.output or RESULTS / "activation_bits.json",
+        "activation_bits",
+        "python -m benchmarks.activation_bits",
+        method,
+        before,
+        results,
+    )
     return 0
 
 

@@ -14,8 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import record
-from benchmarks.record import OCTAVO
+from benchmarks import RESULTS
+from octavo.bench import record
+from octavo.bench.statistics import summary
+
+#: The program as users start it: the script that pip makes.
+OCTAVO = Path(sys.executable).with_name("octavo")
 
 VARIANTS = {
     "python": [sys.executable, "-c", "pass"],
@@ -47,8 +51,8 @@ def main() -> int:
             if number:
                 times[name].append(seconds)
     method = f"seconds; {options.runs} rounds after one to fill the caches, the variants in turn; wall time of each process"
-    results = {name: record.summary(seconds) for name, seconds in times.items()}
-    record.write("cold_start", "python -m benchmarks.cold_start", method, before, results, options.output)
+    results = {name: summary(seconds) for name, seconds in times.items()}
+    record.write(options.output or RESULTS / "cold_start.json", "cold_start", "python -m benchmarks.cold_start", method, before, results)
     for name, values in results.items():
         print(f"{name:42} median {values['median']:.3f} s   min {values['min']:.3f}   max {values['max']:.3f}")
     return 0

@@ -10,7 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import record
+from benchmarks import RESULTS
+from octavo.bench import record
 from octavo.loading.source import resolve_source
 from tests.e2e import test_native_quality as quality
 from tests.models import harness
@@ -29,7 +30,7 @@ def main() -> int:
         results[kind] = quality.compare(truth, [harness.all_logits(executor, window, num_prompt=num_prompt) for window, _ in truth])
         print(kind, results[kind])
     method = f"windows of {quality.WINDOW} tokens of the standard library's help texts; float32 in transformers on the dequantised weights"
-    record.write("quality", "python -m benchmarks.quality", method, before, results, options.output)
+    record.write(options.output or RESULTS / "quality.json", "quality", "python -m benchmarks.quality", method, before, results)
     return 0
 
 

@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # for `from tests... import ...`
     sys.path.insert(0, str(ROOT))
 
+#: The fixture `browser`.
+pytest_plugins = ["tests.browser"]
+
 
 def _native():
     """The native module and None, or None and why it cannot be used."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.async_llm import AsyncLLM
     from octavo.config import EngineConfig
-    from octavo.llm import LLM, AsyncLLM
+    from octavo.llm import LLM
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
 
@@ -22,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
     homes = {
         "LLM": "octavo.llm",
-        "AsyncLLM": "octavo.llm",
+        "AsyncLLM": "octavo.async_llm",
         "EngineConfig": "octavo.config",
         "RequestOutput": "octavo.outputs",
         "SamplingParams": "octavo.sampling_params",

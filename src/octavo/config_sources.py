@@ -1,9 +1,10 @@
-"""EngineConfig from a YAML file, the environment and flags: who wins, what text means, and whom to blame for an error.
+"""Settings from a YAML file, the environment and flags: who wins, what text means, and whom to blame for an error.
 
 Precedence: flags > environment > file > defaults. A setting has one name everywhere: `max_num_seqs` in the file,
-`OCTAVO_MAX_NUM_SEQS` in the environment, `--max-num-seqs` as a flag.
+`OCTAVO_MAX_NUM_SEQS` in the environment, `--max-num-seqs` as a flag. The engine's settings and the server's share that
+namespace, so that one file serves every command: what a command has no use for is known, and left alone.
 Stateless; the environment is passed in. `coerce` also reads sampling fields for the command line.
-Not here: the settings themselves and their limits (config.py), how flags are declared (cli/options.py).
+Not here: the settings themselves and their limits (config.py, server_config.py), how flags are declared (cli/options.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
+from octavo.server_config import ServerConfig
 
+#: Every class of settings. No two of them have a field of the same name.
+SETTINGS: tuple[type, ...] = (EngineConfig, ServerConfig)
 PREFIX = "OCTAVO_"
 #: Variables that are read elsewhere and are no settings.
 OTHER_VARIABLES = frozenset({"OCTAVO_CONFIG", "OCTAVO_DEBUG", "OCTAVO_ALLOW_REFERENCE"})
@@ -98,7 +102,9 @@ def _coerce_one(value: Any, text: str | None, kind: Any) -> Any:
             raise ValueError
         return value
     if origin is Sequence:
-        items = [item for item in text.split(",") if item.strip()] if text is not None else list(value)
+        if text is None and not isinstance(value, (list, tuple)):
+            raise ValueError
+        items = [item.strip() for item in text.split(",") if item.strip()] if text is not None else value
         return [coerce(item, arguments[0]) for item in items]
     if origin is Mapping:
         pairs = [item.split("=", 1) for item in text.split(",")] if text is not None else list(value.items())
@@ -121,52 +127,87 @@ def _coerce_one(value: Any, text: str | None, kind: Any) -> Any:
 
 
 def load_config(file: Path | None, env: Mapping[str, str], overrides: Mapping[str, Any]) -> EngineConfig:
-    """The configuration; `overrides` are flags by setting name (None: not given).
+    """`load_settings` for the engine's settings alone."""
+    config: EngineConfig = load_settings(file, env, overrides, [EngineConfig])[0]
+    return config
 
+
+def load_settings(file: Path | None, env: Mapping[str, str], overrides: Mapping[str, Any], classes: Sequence[type]) -> tuple[Any, ...]:
+    """One object of each of `classes`, in order; `overrides` are flags by setting name (None: not given).
+
+    The file and the environment may hold settings of the other classes in SETTINGS; their values are not looked at.
+    A list replaces the list of a weaker source, nothing is merged.
     Raises ConfigError naming the source: "octavo.yaml: threads: ...", "OCTAVO_THREADS: ...", "--threads: ...".
     """
-    values: dict[str, Any] = {}
+    owners = {name: cls for cls in classes for name in field_types(cls)}
+    known = [name for cls in SETTINGS for name in field_types(cls)]
+    values: dict[type, dict[str, Any]] = {cls: {} for cls in classes}
+
+    def take(source: str, name: str, value: Any) -> None:
+        if name in owners:
+            values[owners[name]][name] = _checked(source, owners[name], name, value)
+
     for name, value in (read_yaml(file) if file is not None else {}).items():
-        if not isinstance(name, str) or name not in field_types(EngineConfig):
-            raise ConfigError(f"{file}: unknown setting {name!r}{nearest(str(name), field_types(EngineConfig))}")
-        values[name] = _checked(f"{file}: {name}", name, value)
-    for name, variable in _variables(env).items():
-        values[name] = _checked(variable, name, env[variable])
+        if name not in known:
+            raise ConfigError(f"{file}: unknown setting {shown(name)}{nearest(str(name)[:80], known)}")
+        take(f"{file}: {name}", str(name), value)
+    for name, variable in _variables(env, known).items():
+        if env[variable].strip():
+            take(variable, name, env[variable])
+        elif name in owners and is_secret(owners[name], name):
+            # an empty key is a mistake in a script, and must not open the server
+            raise ConfigError(f"{variable}: is empty; unset it, or give a value")
     for name, value in overrides.items():
         if value is None:
             continue
-        if name not in field_types(EngineConfig):
-            raise ConfigError(f"{flag_name(name)}: unknown setting{nearest(name, field_types(EngineConfig))}")
-        values[name] = _checked(flag_name(name), name, value)
-    return EngineConfig(**values)
+        if name not in owners:
+            raise ConfigError(f"{flag_name(name)}: unknown setting{nearest(name, owners)}")
+        take(flag_name(name), name, value)
+    return tuple(cls(**values[cls]) for cls in classes)
 
 
-def _variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Setting -> variable that is set (an empty one is not). A near miss is refused: ignoring it would be silent."""
-    known = {variable_name(name): name for name in field_types(EngineConfig)}
+def is_secret(cls: type, name: str) -> bool:
+    """Whether the value of this setting must never be shown."""
+    return any(field.name == name and field.metadata.get("secret", False) for field in fields(cls))
+
+
+def is_text_list(annotation: Any) -> bool:
+    """Whether a setting of this type holds several texts: as a flag it is repeated, since a text may hold commas."""
+    return any(typing.get_origin(kind) is Sequence and typing.get_args(kind) == (str,) for kind in _alternatives(annotation))
+
+
+def _variables(env: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+    """Setting -> its variable. A near miss is refused: ignoring it would be silent."""
+    names = {variable_name(name): name for name in known}
     found = {}
     for variable in sorted(env):
-        if variable in known:
-            if env[variable].strip():
-                found[known[variable]] = variable
+        if variable in names:
+            found[names[variable]] = variable
         elif variable.startswith(PREFIX) and variable not in OTHER_VARIABLES:
-            match = difflib.get_close_matches(variable, known, n=1, cutoff=0.9)
+            match = difflib.get_close_matches(variable, names, n=1, cutoff=0.9)
             if match:
                 raise ConfigError(f"{variable}: unknown setting; did you mean {match[0]}?")
     return found
 
 
-def _checked(source: str, name: str, value: Any) -> Any:
-    """The value in its type, after the limits that EngineConfig puts on this setting alone."""
+def _checked(source: str, cls: type, name: str, value: Any) -> Any:
+    """The value in its type, after the limits that its class puts on this setting alone."""
+    annotation, secret = field_types(cls)[name], is_secret(cls, name)
     try:
-        value = coerce(value, field_types(EngineConfig)[name])
+        text, value = value, coerce(value, annotation)
     except ValueError as error:
-        hint = "; put it in quotes" if str(error).startswith("must be text") else ""
+        hint = "; put it in quotes" if describe(annotation).startswith(("text", "a list of texts")) and not isinstance(value, str) else ""
+        if secret:
+            raise ConfigError(f"{source}: must be {describe(annotation)}{hint}") from None
+        if name == "port" and isinstance(value, str) and "://" in value:
+            hint = "; Kubernetes sets it for a service named octavo: give the service another name, or set enableServiceLinks: false"
         raise ConfigError(f"{source}: {error}{hint}") from None
+    if secret and isinstance(text, str) and not value:
+        raise ConfigError(f"{source}: holds no value")
     try:
-        EngineConfig(**{name: value})
+        cls(**{name: value})
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        raise ConfigError(f"{source}: {str(error).removeprefix(f'{name}: ')}") from None
     return value
 
 

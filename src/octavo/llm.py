@@ -1,8 +1,8 @@
-"""LLM and AsyncLLM: the Python interface.
+"""LLM: the Python interface.
 
 Owner: an LLM owns its engine core and runs it in the caller's thread; a lock lets several threads and half-read streams
-share it, each step bringing forward all of them. AsyncLLM runs the same core in a thread of its own.
-Not here: what an engine is made of (wiring.py), scheduling (engine/).
+share it, each step bringing forward all of them.
+Not here: the same for asyncio (async_llm.py), what an engine is made of (wiring.py), scheduling (engine/).
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
 from octavo.config import EngineConfig
-from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.events import StepEvent
 from octavo.engine.executor import Executor
 from octavo.engine.input_processor import EngineTokenizer, Messages, Prompt
@@ -221,7 +219,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters since the start and gauges of this moment: a copy."""
-        return replace(self._core.stats)
+        return self._core.stats.copy()
 
     def events(self, count: int | None = None) -> list[StepEvent]:
         """What the last steps did, oldest first."""
@@ -291,37 +289,6 @@ class _Reading:
             found = list(self._box)
             self._box.clear()
         return found
-
-
-class AsyncLLM(AsyncEngine):
-    """A model for asyncio: `async for delta in llm.generate(prompt, params)`. Loads in the constructor, as LLM."""
-
-    def __init__(
-        self, model: str | None = None, *, config: EngineConfig | None = None, load_progress: LoadProgress | None = None, **settings: Any
-    ) -> None:
-        self._wire(EngineParts.load(make_config(model, config, settings), load_progress))
-
-    @classmethod
-    def from_parts(cls, executor: Executor, tokenizer: EngineTokenizer, **parts: Any) -> AsyncLLM:
-        llm = cls.__new__(cls)
-        llm._wire(EngineParts(executor, tokenizer, **parts))
-        return llm
-
-    def _wire(self, parts: EngineParts) -> None:
-        super().__init__(parts.core(), parts.input_processor())
-        self.parts = parts
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.parts.tokenizer
-
-    @property
-    def config(self) -> EngineConfig:
-        return self.parts.config
-
-    @property
-    def model_config(self) -> ModelConfig | None:
-        return self.parts.model_config
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

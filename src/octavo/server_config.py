@@ -16,7 +16,7 @@ from octavo.errors import ConfigError, shown
 
 
 def _setting(default: Any, help: str, *, secret: bool = False) -> Any:
-    return field(default=default, metadata={"help": help}, repr=not secret)
+    return field(default=default, metadata={"help": help, "secret": secret}, repr=not secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,9 @@ class ServerConfig:
     host: str = _setting("127.0.0.1", "address to listen on; anything but loopback is reachable from other machines")
     port: int = _setting(8000, "port to listen on; 0: a free one")
     #: Never in a log or a repr.
-    api_key: Sequence[str] = _setting((), "keys that clients must send (better: OCTAVO_API_KEY or --api-key-file)", secret=True)
+    api_key: Sequence[str] = _setting(
+        (), "key that clients must send; better in OCTAVO_API_KEY or a file, since all users of this machine see arguments", secret=True
+    )
     api_key_file: str | None = _setting(None, "file with one key a line, # begins a comment")
     served_model_name: Sequence[str] = _setting((), "names of the model in the API, the first is the one reported; default: MODEL")
     allowed_origins: Sequence[str] = _setting((), "web origins that may read answers (CORS); none by default")
@@ -63,5 +65,9 @@ class ServerConfig:
             value = getattr(self, name)
             if not (isinstance(value, str) and value) and not (value is None and name == "api_key_file"):
                 raise ConfigError(f"{name} must be text, got {shown(value)}")
+        for name in ("allowed_origins", "allowed_hosts"):
+            for item in getattr(self, name):
+                if "," in item or len(item.split()) > 1:  # would match nothing, and nobody would know why
+                    raise ConfigError(f"{name} must be a list with one entry each, got {shown(item)}")
         if "*" in self.allowed_origins:
             raise ConfigError("allowed_origins: '*' would let any web page use this server; list the origins")

@@ -36,7 +36,7 @@ class FakeTokenizer:
     def __init__(self, bos_token_id: int | None = None) -> None:
         self.bos_token_id = bos_token_id
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         data = text.replace("\U0001f600", "\x01\x02").encode()
         ids = [byte if byte in (1, 2) else _PIECES.index(bytes([byte])) for byte in data]
         return [self.bos_token_id, *ids] if add_special_tokens and self.bos_token_id is not None else ids

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
 
+from octavo.async_llm import AsyncLLM
 from octavo.config import EngineConfig
 from octavo.errors import EngineDeadError, InvalidRequestError
-from octavo.llm import AsyncLLM
 from octavo.sampling_params import SamplingParams
 from tests.engine.fake import EOS, FakeExecutor, FakeTemplate, FakeTokenizer
 from tests.engine.test_llm import GREEDY, alone
@@ -34,10 +35,14 @@ async def idle(llm: AsyncLLM) -> None:
     """Wait until the thread has nothing left to do."""
     for _ in range(500):
         stats = llm.stats()
-        if not llm._core._requests and stats.blocks_used == 0 and not llm._routes:
+        if stats.running == stats.waiting == stats.holding == stats.blocks_used == 0 and not llm._routes:
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"the engine does not come to rest: {llm.stats()}")
+
+
+def no_thread_is_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("octavo")]
 
 
 def run(coroutine) -> None:
@@ -51,7 +56,7 @@ def test_many_tasks_get_what_each_would_get_alone():
             texts = await asyncio.gather(*(text_of(llm.generate(prompt, GREEDY)) for prompt in prompts))
             assert texts == [alone(prompt) for prompt in prompts]
             await idle(llm)
-            assert llm.stats().requests_finished == 16 and llm.events(1)
+            assert llm.stats().requests_finished == 16 and len(await llm.events(1)) == 1
 
     run(main())
 
@@ -182,7 +187,7 @@ def test_closing_fails_what_waits_and_ends_the_thread():
         await llm.close()
         with pytest.raises(EngineDeadError, match="closed"):
             await task
-        assert llm.parts.executor.closed and not llm._thread.is_alive()
+        assert llm.parts.executor.closed and no_thread_is_left()
         unused = make_llm()
         await unused.close()
         assert unused.parts.executor.closed

@@ -262,3 +262,45 @@ def test_a_very_long_chain_needs_no_recursion():  # E19
     third = make("c", range(length, 2 * length))
     assert kv.admit(third)
     assert kv.stats.blocks_evicted >= length - 10
+
+
+def test_a_snapshot_says_who_holds_what():
+    kv = manager(num_blocks=6, groups=2)
+    assert [view[2:] for view in kv.snapshot()] == [((), 0, False)] * 12
+    first = computed(kv, "a", range(8))
+    second = make("b", range(8))  # the hit covers all of it: its last block is copied before the next step
+    assert kv.admit(second)
+    third = make("c", range(100, 103))
+    assert kv.admit(third)
+    kv.check_invariants([first, second, third])
+    views = kv.snapshot()
+    assert [(view.group, view.block_id) for view in views] == [(group, block) for group in range(2) for block in range(6)]
+    for group in range(2):
+        mine = {view.block_id: view for view in views if view.group == group}
+        tables = {made.request_id: kv.block_tables(made)[group] for made in (first, second, third)}
+        assert mine[tables["a"][0]][2:] == ((("a", 0), ("b", 0)), 2, True)
+        assert mine[tables["a"][1]][2:] == ((("a", 1), ("b", -1)), 2, True)
+        assert mine[tables["b"][1]][2:] == ((("b", 1),), 1, False)
+        assert mine[tables["c"][0]][2:] == ((("c", 0),), 1, False)
+    kv.take_copies()
+    kv.release_copies()
+    kv.free(first)
+    assert [view.cached for view in kv.snapshot() if not view.ref_count].count(True) == 2  # free, and still findable
+    kv.free(second)
+    kv.free(third)
+    assert all(view.holders == () and view.ref_count == 0 for view in kv.snapshot())
+
+
+def test_a_snapshot_counts_every_reference_between_steps():
+    """Whatever is shared: after a step the holders it names are as many as the pool counts."""
+    kv = manager(num_blocks=32)
+    parent = computed(kv, "p", range(10), n=3)
+    children = parent.make_children()
+    for number, child in enumerate(children):
+        assert kv.fork(parent, child, last=number == 2)
+    kv.take_copies()
+    kv.release_copies()
+    views = kv.snapshot()
+    assert all(len(view.holders) == view.ref_count for view in views)
+    assert max(view.ref_count for view in views) == 3
+    assert {holder.request_id for view in views for holder in view.holders} == {child.request_id for child in children}

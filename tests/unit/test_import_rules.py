@@ -18,7 +18,7 @@ SOURCE = Path(octavo.__file__).parent
 #: Plain data: anything may import these.
 PLAIN = {"config", "server_config", "sampling_params", "outputs", "model_config", "weight_spec", "errors"}
 #: What a user of the package sees.
-PUBLIC = {"octavo", "llm", "config_sources"}
+PUBLIC = {"octavo", "llm", "async_llm", "config_sources"}
 #: Package (or top-level module) -> what it may import besides PLAIN and itself: "ops" means all of ops, "ops.api" one module.
 MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"_native"},
@@ -32,15 +32,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"tokenizer"},
     "worker": {"models", "loading", "sampling", "ops", "engine.scheduler_output"},
     # never what computes: worker, ops and models are in the core's process
-    "server": {"engine.async_engine", "engine.core_messages", "engine.metrics", "engine.input_processor", "engine.request", "wiring"},
+    "server": {
+        "octavo",
+        "engine.async_engine",
+        "engine.process_core",
+        "engine.core_messages",
+        "engine.metrics",
+        "engine.input_processor",
+        "engine.request",
+        "engine.executor",
+        "wiring",
+    },  # fmt: skip
     "config_sources": set(),
     "wiring": {"engine", "worker", "loading", "tokenizer"},
     "core_process": {"engine", "wiring"},
     "llm": {"engine", "wiring", "config_sources"},
-    "octavo": {"llm"},
+    "async_llm": {"engine", "wiring"},
+    "octavo": {"llm", "async_llm"},
     "cli": PUBLIC | {"server", "bench", "lab"},
     "bench": PUBLIC,
-    "lab": PUBLIC | {"ops.reference"},
+    "lab": PUBLIC | {"ops.reference", "wiring"},
 }
 #: Single imports beyond the table, each with its reason: (module, imported) -> reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -50,6 +61,12 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli.doctor", "ops.needs"): "op_needs, the question put to the registry",
     ("cli.doctor", "ops.registry"): "shows each backend's reasons, without a model",
     ("cli.doctor", "_native"): "shows the native module's levels, or why it cannot be used",
+    ("lab.attention.paged", "ops.api"): "builds the batch of one sequence by hand, to drive the engine's attention alone",
+    ("lab.attention.paged", "ops.registry"): "the backend whose attention is measured, chosen as the engine chooses it",
+    ("lab.ui.recorder", "engine.block_pool"): "BlockView: the plain data of a snapshot, which the block map keeps",
+    ("lab.ui.recorder", "engine.events"): "StepEvent: the plain data of a step",
+    ("lab.ui.block_map", "engine.block_pool"): "BlockView, to draw it",
+    ("lab.standard.model", "ops.api"): "builds batches by hand: naive decoding has no scheduler",
 }
 
 #: Third-party package -> modules or packages that may import it. What is not listed is not a dependency.
@@ -67,14 +84,17 @@ THIRD_PARTY: dict[str, set[str]] = {
     "click": {"cli"},
     "rich": {"cli", "bench"},
     "msgspec": {"engine", "server"},
-    "zmq": {"engine"},
-    "prometheus_client": {"server"},
+    "zmq": {"engine", "core_process"},
+    "prometheus_client": {"server", "bench"},
+    "matplotlib": {"bench"},
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},
+    "uvloop": {"server"},
     "pydantic": {"server"},
-    "httpx": {"bench"},
-    "streamlit": {"lab"},
+    "httpx2": {"bench", "cli.remote"},
+    "streamlit": {"lab.ui"},
+    "altair": {"lab.ui"},
 }
 #: Standard library modules that execute what they read.
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}

@@ -56,23 +56,34 @@ def test_the_base_installation_with_the_model_is_under_350_mb(smollm2_path):
     assert smollm2_path.stat().st_size < total < 350e6
 
 
+def requirement_names(requirements: list[str]) -> set[str]:
+    """Names as they are imported: pyzmq is zmq."""
+    as_imported = {"pyyaml": "yaml", "pyzmq": "zmq"}
+    names = {re.split(r"[^\w-]", requirement)[0].lower().replace("-", "_") for requirement in requirements}
+    return {as_imported.get(name, name) for name in names}
+
+
 def test_everything_the_package_imports_is_required():
-    """Imports at the top of the base's modules, against the requirements; torch is the extra's business."""
+    """Every import, also inside functions, against the requirements: of the base, or of the extra that a folder belongs to."""
     import ast
 
-    known = {"jinja2": "jinja2", "yaml": "pyyaml"}
-    required = {re.split(r"[^\w-]", r)[0].lower().replace("-", "_") for r in PROJECT["project"]["dependencies"]} | {"pyyaml"}
-    found = set()
+    extras = PROJECT["project"]["optional-dependencies"]
+    of_folder = {"torch": "torch", "lab": "lab", "bench": "bench"}
+    base = requirement_names(PROJECT["project"]["dependencies"])
+    used: set[str] = set()
     for file in (ROOT / "src" / "octavo").rglob("*.py"):
-        if "torch" in file.parts:
-            continue
+        found = set()
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            found |= {name.split(".")[0] for name in names}
-    outside = {known.get(name, name) for name in found - set(sys.stdlib_module_names) - {"octavo", "torch"}}
-    assert outside <= required, outside - required
-    assert required <= outside, required - outside  # and nothing is required in vain
+            found |= {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"octavo"}
+        allowed = set(base)
+        for extra in [of_folder[part] for part in file.parts if part in of_folder]:
+            allowed |= requirement_names(extras[extra]) | {"torch"}
+        assert found <= allowed, (file, found - allowed)
+        used |= found
+    by_name = {"uvloop", "httptools"}  # uvicorn is told to use them
+    assert base <= used | by_name, base - used - by_name  # and nothing is required in vain
 
 
 def test_the_version_is_written_once():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ import octavo
 from octavo.config_sources import nearest
 from octavo.errors import ConfigError
 
-COMMANDS = ("chat", "run", "models", "doctor")
+COMMANDS = ("chat", "run", "serve", "bench", "lab", "models", "doctor")
 EXAMPLES = """\b
 Examples:
   octavo chat
@@ -40,17 +41,34 @@ class LazyGroup(typer.core.TyperGroup):
         if cmd_name not in COMMANDS:
             raise ConfigError(f"there is no command {cmd_name!r}{nearest(cmd_name, COMMANDS)} (octavo --help lists them)")
         module = importlib.import_module(f"octavo.cli.{cmd_name}")
-        app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(cmd_name, epilog=module.EXAMPLES)(module.command)
-        return without_conversion(typer.main.get_command(app))
+        return without_conversion(typer.main.get_command(_typer_app(cmd_name, module)))
+
+
+def _typer_app(name: str, module: ModuleType) -> typer.Typer:
+    """The module's `command`; or, where it has several, its `commands` by name (`octavo NAME SUBCOMMAND`) under its `SUMMARY`."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    if not hasattr(module, "commands"):
+        app.command(name, epilog=module.EXAMPLES)(module.command)
+        return app
+    app.callback(help=module.SUMMARY, epilog=module.EXAMPLES, invoke_without_command=True)(_help_alone)
+    for subcommand, function in module.commands.items():
+        app.command(subcommand, epilog=module.EXAMPLES)(function)
+    return app
+
+
+def _help_alone(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
 def without_conversion(command: Any) -> Any:
-    """`command` with its arguments left as they were parsed: text, tuples of text, true and false.
+    """`command`, and what is below it, with its arguments left as they were parsed: text, tuples of text, true and false.
 
     Typer's own conversion imports pydantic, which takes longer than all the rest of the parsing; what a flag's text means
     is for config_sources.coerce to say.
     """
+    for subcommand in getattr(command, "commands", {}).values():
+        without_conversion(subcommand)
     parameters = command.get_params
 
     def get_params(ctx: Any) -> list[Any]:

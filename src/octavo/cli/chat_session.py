@@ -79,6 +79,13 @@ class ChatSession:
         if self.turns and self.turns[-1]["role"] == "user":
             self.turns.pop()
 
+    def drop_oldest(self) -> bool:
+        """Drop the oldest question and answer; False where only the last question is left."""
+        if len(self.turns) < 3:
+            return False
+        del self.turns[:2]
+        return True
+
     def make_room(self, max_model_len: int, count: Callable[[list[Message]], int]) -> int:
         """Drop the oldest question and answer until the prompt leaves room for an answer; how many turns went.
 
@@ -87,7 +94,7 @@ class ChatSession:
         reserved = min(self.params.max_tokens or MAX_RESERVED_TOKENS, MAX_RESERVED_TOKENS, max_model_len // 4)
         before = list(self.turns)
         while len(self.turns) > 2 and count(self.messages) + reserved > max_model_len:
-            del self.turns[:2]
+            self.drop_oldest()
         if len(self.turns) < 3 and count(self.messages) >= max_model_len:
             self.turns = before
         return (len(before) - len(self.turns)) // 2

@@ -1,8 +1,9 @@
 """Flags derived from the dataclasses, so that a setting is written down once.
 
-`engine_options` gives a command a flag for each field of EngineConfig, `sampling_options` one for each of SamplingParams;
-the command receives the finished objects as `config` and `params`.
-Stateless. Not here: conversion and precedence (config_sources.py), the fields and their limits (config.py, sampling_params.py).
+`engine_options` gives a command a flag for each field of EngineConfig, `server_options` one for each of ServerConfig too,
+`sampling_options` one for each of SamplingParams; the command receives the finished objects as `config`, `server`, `params`.
+Stateless. Not here: conversion and precedence (config_sources.py), the fields and their limits (config.py, server_config.py,
+sampling_params.py).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Annotated, Any
 import typer
 
 from octavo.config import EngineConfig
-from octavo.config_sources import coerce, field_types, flag_name, load_config
+from octavo.config_sources import coerce, field_types, flag_name, is_text_list, load_settings
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
+from octavo.server_config import ServerConfig
 
 #: Help of each sampling field; a test compares the keys with the dataclass.
 SAMPLING_HELP = {
@@ -50,7 +52,7 @@ SAMPLING_HELP = {
     "skip_special_tokens": "leave special tokens out of the text",
 }
 #: Given once for each value, since the values may hold commas.
-REPEATED = frozenset({"stop", "bad_words"})
+REPEATED = frozenset(name for cls in (SamplingParams, ServerConfig) for name, kind in field_types(cls).items() if is_text_list(kind))
 
 Command = Callable[..., Any]
 
@@ -62,25 +64,36 @@ def chosen_model(config: EngineConfig, positional: str | None) -> EngineConfig:
 
 def engine_options(command: Command) -> Command:
     """The command gets `config: EngineConfig` from --config, OCTAVO_* and the flags."""
+    return _with_settings(command, {"config": EngineConfig})
+
+
+def server_options(command: Command) -> Command:
+    """The command gets `config: EngineConfig` and `server: ServerConfig`, both from the same --config, OCTAVO_* and flags."""
+    return _with_settings(command, {"server": ServerConfig, "config": EngineConfig})
+
+
+def _with_settings(command: Command, classes: Mapping[str, type]) -> Command:
+    """The command gets an object of each class under its name in `classes`."""
     extra = {
         "config_file": Annotated[str | None, typer.Option("--config", metavar="FILE", help="settings as YAML (also OCTAVO_CONFIG)")],
         "debug": Annotated[bool, typer.Option("--debug", help="show tracebacks and what the engine logs")],
     }
-    helps = {field.name: field.metadata["help"] for field in fields(EngineConfig)}
-    panel = {name: _flag(EngineConfig, name, help) for name, help in helps.items()}
+    flags = {field.name: _setting_flag(cls, field.name, field.metadata["help"]) for cls in classes.values() for field in fields(cls)}
 
-    def build(given: dict[str, Any]) -> EngineConfig:
+    def build(given: dict[str, Any]) -> dict[str, Any]:
         file = given.pop("config_file") or os.environ.get("OCTAVO_CONFIG") or None
         given.pop("debug")
-        return load_config(Path(file) if file else None, os.environ, given)
+        given = {name: value for name, value in given.items() if value or name not in REPEATED}
+        built = load_settings(Path(file) if file else None, os.environ, given, list(classes.values()))
+        return dict(zip(classes, built, strict=True))
 
-    return _with_flags(command, "config", panel | extra, build)
+    return _with_flags(command, frozenset(classes), flags | extra, build)
 
 
 def sampling_options(without: frozenset[str] = frozenset()) -> Callable[[Command], Command]:
     """The command gets `params: SamplingParams` from the flags; it has none for the fields in `without`."""
     flags = {name: _flag(SamplingParams, name, text) for name, text in SAMPLING_HELP.items() if name not in without}
-    return lambda command: _with_flags(command, "params", flags, _params)
+    return lambda command: _with_flags(command, frozenset({"params"}), flags, lambda given: {"params": _params(given)})
 
 
 def _params(given: dict[str, Any]) -> SamplingParams:
@@ -108,17 +121,23 @@ def _flag(cls: type, name: str, help: str) -> Any:
     return Annotated[kind | None, typer.Option(*names, metavar=_metavar(annotation), help=help + shown, show_default=False)]
 
 
+def _setting_flag(cls: type, name: str, help: str) -> Any:
+    return _flag(cls, name, f"{help} (may be repeated)" if name in REPEATED else help)
+
+
 def _metavar(annotation: Any) -> str:
     kinds = [kind for kind in typing.get_args(annotation) or (annotation,) if kind is not type(None)]
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(kinds)
     if {typing.get_origin(kind) for kind in (annotation, *kinds)} & {Sequence, Mapping}:
-        return "TEXT" if str in kinds else "LIST"
+        return "TEXT" if is_text_list(annotation) else "LIST"
     return {(int,): "INTEGER", (float,): "NUMBER", (str,): "TEXT", (int, str): "SIZE"}[tuple(kinds)]
 
 
-def _with_flags(command: Command, argument: str, flags: Mapping[str, Any], build: Callable[[dict[str, Any]], Any]) -> Command:
-    """Replace the parameter `argument` of `command` by `flags`, and fill it with what `build` makes of them.
+def _with_flags(
+    command: Command, arguments: frozenset[str], flags: Mapping[str, Any], build: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Command:
+    """Replace the parameters `arguments` of `command` by `flags`, and fill them with what `build` makes of those.
 
     A flag the command has already keeps its meaning: `--seed` is the request's where there is one.
     """
@@ -129,10 +148,10 @@ def _with_flags(command: Command, argument: str, flags: Mapping[str, Any], build
     @functools.wraps(command)
     def wrapper(*positional: Any, **given: Any) -> Any:
         built = build({name: given.pop(name) for name in flags})
-        return command(*positional, **given, **{argument: built})
+        return command(*positional, **given, **built)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    own = [p.replace(kind=keyword, annotation=hints[p.name]) for p in signature.parameters.values() if p.name != argument]
+    own = [p.replace(kind=keyword, annotation=hints[p.name]) for p in signature.parameters.values() if p.name not in arguments]
     added = [inspect.Parameter(name, keyword, default=False if name == "debug" else None, annotation=flags[name]) for name in flags]
     wrapper.__signature__ = inspect.Signature(own + added)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in own + added}

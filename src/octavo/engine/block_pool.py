@@ -40,6 +40,23 @@ class CachedBlock(NamedTuple):
     serial: int
 
 
+class BlockHolder(NamedTuple):
+    request_id: str
+    #: Place in the request's block table; -1 where a copy that has not run yet holds its source.
+    place: int
+
+
+class BlockView(NamedTuple):
+    """One block as a reader sees it (trace, the lab): a copy of the facts, not the block."""
+
+    group: int
+    block_id: int
+    holders: tuple[BlockHolder, ...]
+    ref_count: int
+    #: It can be found by what it contains, held or free.
+    cached: bool
+
+
 class BlockPool:
     def __init__(self, num_blocks: int, stats: EngineStats) -> None:
         self.num_blocks = num_blocks

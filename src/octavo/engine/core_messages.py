@@ -3,13 +3,13 @@
 Plain data, nothing that runs. One socket each way; every message is one of the tagged unions below. Times are
 time.perf_counter, which on Linux is one clock for all processes.
 Owners: async_engine's side makes commands, the core's process makes reports.
-Not here: sockets and processes (process_core.py, core_loop.py).
+Not here: sockets and processes (process_core.py, core_process.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,11 +22,14 @@ from octavo.outputs import CompletionDelta
 # Commands
 
 
-class AddRequest(msgspec.Struct, tag="add", frozen=True):
-    """`request`: an EngineRequest as `encode_request` made it, passed on without being read."""
+class AddRequests(msgspec.Struct, tag="add", frozen=True):
+    """All of them or none: one that is refused takes the others with it.
 
-    request_id: str
-    request: msgspec.Raw
+    By id: an EngineRequest as `encode_request` made it. Bytes inside bytes, so that whatever they hold, the message
+    around them can be read and answered.
+    """
+
+    requests: dict[str, bytes]
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -47,7 +50,7 @@ class Close(msgspec.Struct, tag="close", frozen=True):
     pass
 
 
-Command = AddRequest | Abort | ResetPrefixCache | GetEvents | Close
+Command = AddRequests | Abort | ResetPrefixCache | GetEvents | Close
 
 # Reports
 
@@ -65,18 +68,25 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
     info: ExecutorInfo
     backend: Mapping[str, Any]
+    stats: EngineStats
 
 
 class StepOutput(msgspec.Struct, tag="step", frozen=True):
-    """One for every step, so that silence means a step that hangs; also for deltas made between steps (an abort)."""
+    """One for every step, and for commands that no step follows: whoever sent a command and hears nothing knows that
+    the core hangs."""
 
     deltas: list[CompletionDelta]
+    #: Commands taken since the start, readable or not.
+    handled: int
+    #: Nothing is left to compute; the next report answers a command.
+    resting: bool
     #: At most ten times a second, and whenever the engine comes to rest.
     stats: EngineStats | None = None
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True):
-    """A request that add_request refused (code queue_full, duplicate_request_id, ...): it has no deltas."""
+    """One request of an AddRequests was refused (code queue_full, duplicate_request_id, ...): none of that message has
+    any deltas."""
 
     request_id: str
     message: str
@@ -89,10 +99,12 @@ class Events(msgspec.Struct, tag="recorded", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The core is about to exit. `final`: starting it again would fail in the same way (a model that cannot be loaded)."""
+    """The core is about to exit, or was found dead. `final`: starting it again would fail in the same way."""
 
     reason: str
     final: bool
+    #: "model": ModelLoadError; "config": ConfigError; "engine": anything else.
+    kind: Literal["model", "config", "engine"] = "engine"
 
 
 Report = Loading | Ready | StepOutput | Rejected | Events | Failed

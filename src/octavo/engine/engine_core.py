@@ -136,12 +136,8 @@ class EngineCore:
             self._abandon_step()
             self._early[:0] = early
             raise
-        event.timings = {
-            "schedule": scheduled - event.time,
-            "execute": executed - scheduled,
-            "update": perf_counter() - executed,
-            **result.timings,
-        }
+        self._note_times(event, scheduled - event.time, executed - scheduled, perf_counter() - executed)
+        event.timings.update(result.timings)
         self._record(event, before)
         return early + deltas
 
@@ -265,12 +261,19 @@ class EngineCore:
         stats.blocks_cached = sum(pool.num_cached for pool in pools)
         return stats
 
+    def _note_times(self, event: StepEvent, schedule: float, execute: float, update: float) -> None:
+        event.timings = {"schedule": schedule, "execute": execute, "update": update}
+        self._stats.schedule_seconds += schedule
+        self._stats.execute_seconds += execute
+        self._stats.update_seconds += update
+
     def _block_counts(self) -> tuple[int, int, int, int]:
         stats = self._stats
         return stats.blocks_taken, stats.blocks_shared, stats.blocks_copied, stats.blocks_evicted
 
     def _record(self, event: StepEvent, before: tuple[int, int, int, int]) -> None:
         self._stats.steps += 1
+        self._stats.count_batch([entry.num_tokens for entry in event.entries])
         taken, shared, copied, evicted = (now - then for now, then in zip(self._block_counts(), before, strict=True))
         event.blocks_taken, event.blocks_shared, event.blocks_copied, event.blocks_evicted = taken, shared, copied, evicted
         event.preempted = self.scheduler.plan.preempted

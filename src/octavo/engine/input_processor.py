@@ -38,7 +38,7 @@ class EngineTokenizer(TokenBytes, Protocol):
 
     @property
     def bos_token_id(self) -> int | None: ...
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]: ...
     def token_text(self, token_id: int) -> str: ...
 
 
@@ -80,13 +80,17 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        parse_special: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float | None = None,
     ) -> EngineRequest:
-        """Check one prompt and its parameters. Raises InvalidRequestError naming the field."""
+        """Check one prompt and its parameters. Raises InvalidRequestError naming the field.
+
+        parse_special: control tokens written in a text are tokens (whoever wrote it applied a template); else they stay text.
+        """
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self._encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        token_ids = self._encode(prompt, parse_special) if isinstance(prompt, str) else self._checked_ids(prompt)
         if not token_ids:
             if self.tokenizer.bos_token_id is None:
                 raise _invalid("the prompt is empty, and this model has no token to begin with", "prompt", "empty_prompt")
@@ -143,7 +147,7 @@ class InputProcessor:
             raise _invalid("the chat template made an empty prompt of these messages", "messages", "empty_prompt")
         return token_ids
 
-    def _encode(self, prompt: str) -> list[int]:
+    def _encode(self, prompt: str, parse_special: bool) -> list[int]:
         most = self.info.max_model_len * MAX_CHARS_PER_TOKEN
         if len(prompt) > most:
             raise _invalid(
@@ -152,7 +156,7 @@ class InputProcessor:
                 "prompt",
                 "context_length_exceeded",
             )
-        return self.tokenizer.encode(prompt, add_special_tokens=True)
+        return self.tokenizer.encode(prompt, add_special_tokens=True, parse_special=parse_special)
 
     def _checked_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.engine.block_pool import ROOT, BlockKey, BlockPool
+from octavo.engine.block_pool import ROOT, BlockHolder, BlockKey, BlockPool, BlockView
 from octavo.engine.executor import KVGroup
 from octavo.engine.metrics import EngineStats
 from octavo.engine.request import Request
@@ -227,6 +227,24 @@ class KVCacheManager:
             adapter=request.origin.adapter,
             cache_salt=request.origin.cache_salt,
         )
+
+    # Looking
+
+    def snapshot(self) -> list[BlockView]:
+        """Every block of every group, in order, with its holders: for readers of a step. O(blocks + holders)."""
+        holders: dict[tuple[int, int], list[BlockHolder]] = {}
+        for request_id, holding in self._holdings.items():
+            for group, table in enumerate(holding.tables):
+                for index, block_id in enumerate(table):
+                    holders.setdefault((group, block_id), []).append(BlockHolder(request_id, index))
+        for request_id, copies in self._copies.items():
+            for copy in copies:
+                holders.setdefault((copy.group, copy.source), []).append(BlockHolder(request_id, -1))
+        return [
+            BlockView(group, block_id, tuple(holders.get((group, block_id), ())), pool.ref_counts[block_id], pool.is_cached(block_id))
+            for group, pool in enumerate(self.pools)
+            for block_id in range(pool.num_blocks)
+        ]
 
     # Checking
 

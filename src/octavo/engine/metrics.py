@@ -6,7 +6,7 @@ Not here: exposition (server), the record of single steps (events.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
@@ -32,6 +32,13 @@ class EngineStats:
     #: Tokens looked up in the prefix cache when requests were admitted, and those found.
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    #: Seconds spent choosing what to compute, computing it, and making text and endings of it.
+    schedule_seconds: float = 0.0
+    execute_seconds: float = 0.0
+    update_seconds: float = 0.0
+    #: Steps by how many requests got exactly one token in them (the decode batch; 0 left out), and any tokens.
+    decode_batch_sizes: dict[int, int] = field(default_factory=dict)
+    batch_sizes: dict[int, int] = field(default_factory=dict)
     #: Gauges.
     running: int = 0
     waiting: int = 0
@@ -40,6 +47,16 @@ class EngineStats:
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
+
+    def copy(self) -> EngineStats:
+        """The figures of this moment, which nobody changes."""
+        return replace(self, decode_batch_sizes=dict(self.decode_batch_sizes), batch_sizes=dict(self.batch_sizes))
+
+    def count_batch(self, tokens_per_request: list[int]) -> None:
+        """Add one step to the histograms."""
+        for sizes, size in ((self.decode_batch_sizes, tokens_per_request.count(1)), (self.batch_sizes, len(tokens_per_request))):
+            if size:
+                sizes[size] = sizes.get(size, 0) + 1
 
     @property
     def kv_usage(self) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jinja2
@@ -185,9 +186,8 @@ class ChatTemplate:
             begins, ends = controls.touches_edge(core)
             begin = len(text) - len(text.lstrip())
             places |= ({begin} if begins else set()) | ({begin + len(core)} if ends else set())
-        for place in sorted(places, reverse=True):
-            text = text[:place] + guard + text[place:]
-        return text
+        cuts = [0, *sorted(places), len(text)]
+        return guard.join(text[begin:end] for begin, end in pairwise(cuts))
 
     # ---- rendering
 

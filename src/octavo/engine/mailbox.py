@@ -1,0 +1,58 @@
+"""Mailbox: what came for one stream and was not read yet, and Route: the way of one request's deltas to it.
+
+Owner: the AsyncEngine, in its event loop. Not here: whose turn a route is (async_engine.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo.errors import OctavoError
+from octavo.outputs import CompletionDelta
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """Where the deltas of one request go: to a mailbox, or nowhere once its reader has left."""
+
+    unfinished: int
+    siblings: Mapping[str, Route]
+    mailbox: Mailbox | None
+
+
+class Mailbox:
+    """What one stream has not read yet."""
+
+    def __init__(self, choices: Mapping[str, int]) -> None:
+        """`choices`: how many each of its requests will end."""
+        self.routes: dict[str, Route] = {}
+        for request_id, n in choices.items():
+            self.routes[request_id] = Route(n, self.routes, self)
+        self._deltas: list[CompletionDelta] = []
+        self._error: OctavoError | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, delta: CompletionDelta) -> None:
+        self._deltas.append(delta)
+        self._arrived.set()
+
+    def fail(self, error: OctavoError) -> None:
+        self._error = error
+        self._arrived.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Something is there, or will come."""
+        return bool(self._deltas or self._error is not None or any(route.unfinished for route in self.routes.values()))
+
+    async def take(self) -> list[CompletionDelta]:
+        """Everything that is there, at least one delta; raises the error after the deltas before it."""
+        await self._arrived.wait()
+        if self._error is not None and not self._deltas:
+            raise self._error
+        batch, self._deltas = self._deltas, []
+        if self._error is None:
+            self._arrived.clear()
+        return batch
