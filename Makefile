@@ -7,7 +7,7 @@ ARGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := all
-.PHONY: all install chat test lint docs fuzz sanitize bench clean help environment-test
+.PHONY: all install chat test lint docs fuzz sanitize bench bench-server clean help environment-test
 
 all: install ## the same as install
 
@@ -46,9 +46,15 @@ bench: environment-test ## measure start, speed and quality; results go to resul
 	@$(BIN)/python -m benchmarks.activation_bits
 	@$(BIN)/python tools/figures.py --write
 
+bench-server: environment-test ## measure the server: batch sizes, load, the client itself; results go to results/*.json
+	@$(BIN)/python -m benchmarks.batch_sizes
+	@$(BIN)/python -m benchmarks.load
+	@$(BIN)/python -m benchmarks.client_overhead
+	@$(BIN)/python tools/figures.py --write
+
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

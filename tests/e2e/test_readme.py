@@ -68,6 +68,17 @@ def test_a_program(tmp_path, program):
     assert result.stdout.strip()
 
 
+def test_the_openai_program_talks_to_a_server():
+    from tests.server.real_server import real_server
+
+    program = next(block for block in check_docs.blocks(README, "text") if "import OpenAI" in block)
+    assert "http://127.0.0.1:8000/v1" in program
+    with real_server() as server:
+        program = program.replace("http://127.0.0.1:8000", server.url)
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0 and "Paris" in result.stdout, (result.stdout, result.stderr)
+
+
 def test_the_settings_file_is_one(tmp_path):
     from octavo.config_sources import load_config
 
