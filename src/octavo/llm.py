@@ -283,9 +283,14 @@ class _Reading:
             if not self._box:
                 if not core.has_unfinished_requests():
                     raise EngineDeadError("the engine was closed while a request was running")
+                ended: set[str] = set()
                 for delta in llm._step():
                     if (box := llm._mail.get(delta.request_id)) is not None:
                         box.append(delta)
+                    if delta.finish_reason is not None and not core.has_request(delta.request_id):
+                        ended.add(delta.request_id)
+                for request_id in ended:  # here, behind the gate: an interrupt at the door of __exit__ would keep them for ever
+                    llm._mail.pop(request_id, None)
             found = list(self._box)
             self._box.clear()
         return found
