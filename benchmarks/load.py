@@ -44,7 +44,7 @@ PORTIONS = 10
 
 def run(url: str, prompts: Sequence[str], settings: RequestSettings, load: Load) -> LoadResult:
     async def main() -> LoadResult:
-        async with Client(url, api_key()) as client:
+        async with Client(url, api_key(url)) as client:
             return await run_load(client, prompts, settings, load)
 
     return asyncio.run(main())
@@ -133,7 +133,7 @@ async def _beside_streams(url: str, options: argparse.Namespace) -> tuple[dict[s
     replies: dict[str, list[int]] = {kind: [] for kind in bodies}
     records: list[RequestRecord] = []
     tasks: list[asyncio.Task[RequestRecord]] = []
-    async with Client(url, api_key()) as client, asyncio.TaskGroup() as group:
+    async with Client(url, api_key(url)) as client, asyncio.TaskGroup() as group:
         for question in QUESTIONS[:4]:
             records.append(RequestRecord())
             tasks.append(group.create_task(client.send(question, settings, records[-1])))
@@ -178,7 +178,7 @@ def post(url: str, body: bytes, timeout: float) -> int:
     """The status of the answer to `body`, 0 where none came; from a thread, so that sending it does not hold up the streams' reader."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
-    key = api_key()
+    key = api_key(url)
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused while it was sent: the answer may be there

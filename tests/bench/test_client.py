@@ -122,7 +122,9 @@ def test_addresses(url, base):
     assert base_url(url) == base
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://user:hunter2@host", "http://host/?key=1"])
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://user:hunter2@host", "http://host/?key=1", "http://[::1"]
+)
 def test_addresses_that_are_refused(url):
     with pytest.raises(ConfigError) as caught:
         base_url(url)

@@ -1,6 +1,7 @@
 """When requests start, and the figures made of what came back, against oracles of their own."""
 
 import asyncio
+import re
 import statistics
 
 import numpy as np
@@ -159,6 +160,9 @@ def test_the_tables_say_what_the_figures_say():
     shown = text(report.tables(run | {"server": {"batch_size_mean": 3.25, "preemptions": 0}}))
     for words in ("1 of 2", "50.0 %", "[bold]x", "123.0", "500.0", "counted by usage", "3.25", "preemptions"):
         assert words in shown, words
+    assert "requests in a step" not in shown
+    shown = text(report.tables(run | {"server": {"batch_size_steps": {"1": 10, "3-4": 30}}}))
+    assert re.search(r"requests in a step +steps *\n1 +10 +#{10} *\n3-4 +30 +#{30} *\n", shown)
 
 
 def text(tables):

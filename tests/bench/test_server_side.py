@@ -82,9 +82,14 @@ def test_a_server_of_ours_is_told_from_another():
 
 
 def test_the_key_comes_from_the_environment():
-    assert api_key({}) is None
-    assert api_key({"OPENAI_API_KEY": "b"}) == "b"
-    assert api_key({"OCTAVO_API_KEY": "a, c", "OPENAI_API_KEY": "b"}) == "a"
+    here, there = "http://127.0.0.1:8000", "http://models.example:8000"
+    assert api_key(here, {}) is None
+    assert api_key(here, {"OCTAVO_API_KEY": "a, c", "OPENAI_API_KEY": "b"}) == "a" == api_key(there, {"OCTAVO_API_KEY": "a"})
+    # a key for another service perhaps: not in the clear to another machine
+    for url in (here, "http://localhost:1/v1", "http://[::1]:1", "https://models.example"):
+        assert api_key(url, {"OPENAI_API_KEY": "b"}) == "b"
+    for url in (there, "http://127.0.0.1.example:1"):
+        assert api_key(url, {"OPENAI_API_KEY": "b"}) is None
 
 
 # -- the process ---------------------------------------------------------------------------------------------------

@@ -137,6 +137,36 @@ def test_an_id_used_again_never_sees_the_old_streams_deltas():
     run(main())
 
 
+def test_an_id_used_again_is_refused_as_itself():
+    """The refusal overtakes no delta: it is for the new request, not for the one of that id given up just before."""
+    steps = threading.Semaphore(1)
+
+    async def commands(llm: AsyncLLM, count: int) -> None:
+        """Until so many have been sent and not taken."""
+        while llm._link._commands.qsize() != count:
+            await asyncio.sleep(0.001)
+
+    async def main():
+        async with make_llm(max_num_seqs=1, max_waiting_requests=1) as llm:
+            llm.parts.executor.before_step = lambda output: steps.acquire(timeout=30)
+            stream = llm.generate("abc", ENDLESS, "same")
+            await anext(stream)  # the second step waits
+            waiting = asyncio.create_task(text_of(llm.generate("xyz", GREEDY)))
+            await commands(llm, 1)
+            steps.release()
+            await commands(llm, 0)  # the third step waits, and the queue is full
+            await stream.aclose()
+            again = asyncio.create_task(text_of(llm.generate("abc", GREEDY, "same")))
+            await commands(llm, 2)
+            steps.release(1000)
+            with pytest.raises(InvalidRequestError) as error:
+                await again
+            assert error.value.code == "queue_full" and await waiting == alone("xyz")
+            await idle(llm)
+
+    run(main())
+
+
 def test_bad_requests_and_taken_ids_fail_alone():
     async def main():
         async with make_llm(step_seconds=0.001, max_waiting_requests=1, max_num_seqs=1) as llm:

@@ -100,6 +100,18 @@ def test_a_huge_text_is_refused_before_it_is_tokenised(monkeypatch):  # H02
     refused(lambda: made.process("a", [7] * 10**6), "prompt", "context_length_exceeded")
 
 
+def test_a_huge_conversation_is_refused_before_it_is_rendered(monkeypatch):  # H02
+    made = processor(template=FakeTemplate())
+    monkeypatch.setattr(made.chat_template, "encode_chat", lambda *args, **kwargs: pytest.fail("rendered"))
+    half = "a" * (10 * MAX_CHARS_PER_TOKEN + 1)
+    for content in (2 * half, [{"type": "text", "text": half}, {"type": "text", "text": half}]):
+        refused(
+            lambda content=content: made.process_chat("a", [{"role": "user", "content": content}]), "messages", "context_length_exceeded"
+        )
+    messages = [{"role": "user", "content": half}, {"role": "assistant", "content": None}, {"role": "user", "content": half}]
+    refused(lambda: made.process_chat("a", messages), "messages", "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     "fields", [{"logit_bias": {"40": 1}}, {"logit_bias": {999999: 5}}, {"allowed_token_ids": [3, 40]}, {"stop_token_ids": [10**6]}]
 )  # B08

@@ -1,7 +1,12 @@
 """`octavo lab` as a user runs it."""
 
 import json
+import os
 import re
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +113,49 @@ def test_a_users_error_is_shown_with_its_line_and_what_it_prints_is_not_ours(oct
     done = run_standard(octavo, tiny_path, "--strategy", mine, "--json")
     assert done.returncode == 1 and done.stdout == "" and "Traceback" not in done.stderr and "hello" in done.stderr
     assert done.stderr.splitlines()[-1] == f"octavo: {mine}:5: in generate: IndexError: list index out of range"
+
+
+@pytest.mark.parametrize("flag", ["--output", "--plot"])
+def test_a_file_that_cannot_be_written_does_not_take_the_results_along(octavo, tmp_path, flag):
+    (tmp_path / "taken.svg").mkdir()
+    done = octavo("lab", "run", "attention", "--quick", "--lengths", "8", "--json", flag, tmp_path / "taken.svg")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith("Is a directory")
+    assert json.loads(done.stdout)["lesson"] == "attention"
+
+
+def test_a_thread_that_a_file_leaves_behind_is_not_waited_for(octavo, tiny_path, tmp_path):
+    mine = tmp_path / "my.py"
+    mine.write_text("import threading, time\n\nthreading.Thread(target=time.sleep, args=(3000,)).start()\nraise MemoryError\n")
+    done = run_standard(octavo, tiny_path, "--strategy", mine)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(f"octavo: {mine}:4: in <module>: MemoryError")
+
+
+def test_a_strategy_that_never_returns_ends_with_the_program(tiny_path, tmp_path):
+    mine = tmp_path / "my.py"
+    mine.write_text("import os\n\nprint('pid', os.getpid(), flush=True)\nwhile True:\n    pass\n")
+    command = [
+        sys.executable,
+        "-m",
+        "octavo.cli.main",
+        "lab",
+        "run",
+        "standard",
+        "--quick",
+        "--model",
+        str(tiny_path),
+        "--strategy",
+        str(mine),
+    ]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # nobody is left to remove its folder
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as program:
+        pid = next(line for line in program.stderr if line.startswith("pid ")).split()[1]
+        program.kill()
+        # the pipe ends when the last process that holds it has ended
+        ended = select.select([program.stderr], [], [], 30)[0] and not program.stderr.read()
+        if not ended:
+            os.kill(int(pid), signal.SIGKILL)
+    assert ended
 
 
 @pytest.mark.parametrize(

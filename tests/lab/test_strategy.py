@@ -1,5 +1,7 @@
 """A user's file: how it is read, how its mistakes are reported, and what is compared."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -120,6 +122,18 @@ def test_broken_attention_is_caught_where_it_breaks(write, name):
     found = strategy.check_attention(strategy.load(write(text)))
     first = found["first_difference"]
     assert not found["verified"] and (first["length"], first["token"], first["head"]) == (length, token, head)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_what_is_no_number_can_be_written_as_json(write, value):
+    found = strategy.check_attention(strategy.load(write(f"def attention(q, k, v):\n    return q * float('{value}')\n")))
+    assert not found["verified"] and found["largest_difference"] is None
+    assert "Infinity" not in json.dumps(found, allow_nan=False) and float(found["first_difference"]["got"]) != 0
+
+
+def test_attention_that_is_no_array_of_numbers(write):
+    with pytest.raises(StrategyError, match=r"my.py: ValueError"):
+        strategy.check_attention(strategy.load(write("def attention(q, k, v):\n    return q.astype(str).astype(object) + 'x'\n")))
 
 
 def test_attention_of_another_shape(write):

@@ -81,7 +81,8 @@ class InlineInputs:
 
 class FakeServer:
     def __init__(self, config: ServerConfig, script: Any, **settings: Any) -> None:
-        self.executor = FakeExecutor(script=script, num_blocks=settings.pop("num_blocks", 512))
+        sizes = {"num_blocks": 512, "max_model_len": 256}
+        self.executor = FakeExecutor(script=script, **{name: settings.pop(name, size) for name, size in sizes.items()})
         #: The model computes only while this is set.
         self.gate = threading.Event()
         self.gate.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import sys
 import threading
 
 import httpx2
@@ -144,6 +145,36 @@ def test_a_body_that_does_not_come(server):
     assert server.inputs.inside == 0
 
 
+def test_all_bodies_together_have_a_bound(server):
+    """Each is small enough, but the number of clients that send slowly is not bounded."""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000\r\n\r\n"
+    whole, server.state.bodies.left = server.state.bodies.left, 6000
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), 30) as first:
+            first.sendall(head + b" " * 3500)
+            wait_for(lambda: server.state.bodies.left == 2500, "first body")
+            answer = raw(server, head + b" " * 4000)
+            assert answer.startswith(b"HTTP/1.1 429 ") and b"input_queue_full" in answer and b"retry-after: 1" in answer.lower()
+        wait_for(lambda: server.state.bodies.left == 6000, "end of both")
+        assert raw(server, head + b" " * 4000 + b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+        assert server.state.bodies.left == 6000
+    finally:
+        server.state.bodies.left = whole
+
+
+def test_a_body_is_let_go_once_it_was_read():
+    """A server holds thousands of requests that wait or run, and bodies of megabytes."""
+    with fake_server() as server, server.client() as client:
+        server.gate.clear()
+        thread = threading.Thread(target=lambda: client.post(CHAT, json=chat(max_tokens=2)))
+        thread.start()
+        wait_for(lambda: server.executor.outputs, "step")
+        references = sys.getrefcount(server.inputs.seen[-1].body)
+        server.gate.set()
+        thread.join(30)
+    assert references <= 2  # the test's own list of jobs, and the call
+
+
 @pytest.mark.parametrize(
     "data",
     [b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
@@ -158,6 +189,20 @@ def test_broken_http(server, data):
 def test_a_head_without_end_is_cut(server):
     answer = raw(server, b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 200_000)
     assert answer.startswith(b"HTTP/1.1 431 ") and b"headers_too_large" in answer
+
+
+@pytest.mark.parametrize("rest", [b"0\r\nX-Long: ", b"1;"])
+def test_neither_does_a_trailer_or_a_chunk_extension_go_on_for_ever(server, rest):
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = raw(server, head + b"1\r\n{\r\n" + rest + b"a" * 200_000)
+    assert answer.startswith(b"HTTP/1.1 431 ") and b"headers_too_large" in answer
+
+
+def test_a_body_in_many_small_chunks(server):
+    data = json.dumps(chat(max_tokens=1, user="x" * 900)).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    extension = b";" + b"e" * 200  # in all far more than a head may have
+    assert raw(server, head + b"".join(b"1%b\r\n%c\r\n" % (extension, byte) for byte in data) + b"0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
 
 
 def test_fields_without_effect_are_named_in_a_header(server):

@@ -27,10 +27,14 @@ def server():
         yield made
 
 
+#: A context that no answer fills while a test looks on, also on a busy machine.
+ENDLESS = {"max_model_len": 200_000, "num_blocks": 60_000}
+
+
 @pytest.fixture(scope="module")
 def endless():
     """A model that never comes to an end by itself."""
-    with fake_server(alphabet, engine={"max_num_seqs": 4}, send_timeout=1.0) as made:
+    with fake_server(alphabet, engine={"max_num_seqs": 4} | ENDLESS, send_timeout=1.0) as made:
         yield made
 
 
@@ -154,7 +158,7 @@ def test_an_error_after_the_first_token_is_the_last_event(server):
 
 
 def test_a_dead_engine_fails_everybody_at_once():
-    with fake_server(alphabet) as server, server.client() as client:
+    with fake_server(alphabet, engine=ENDLESS) as server, server.client() as client:
         streams = [connect(server, chat(stream=True)) for _ in range(3)]
         waiting = connect(server, chat())
         wait_for(lambda: server.core.stats.running == 4, "running requests")
@@ -254,16 +258,19 @@ def test_a_client_that_hangs_up_leaves_nothing(endless, phase, abruptly):
 
 def test_a_client_that_sends_ahead_and_hangs_up(endless):
     """With the next request already in the socket, the end of the connection is behind it."""
-    connection = connect(endless, chat())
-    wait_for(lambda: endless.core.stats.running == 1, "running request")
-    connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
-    time.sleep(0.05)
-    connection.close()
-    wait_for(endless.is_idle, "idle server")
+    finished = endless.metrics_of("octavo_requests_total", status="499")
+    for stream in (False, True):
+        connection = connect(endless, chat(stream=stream))
+        wait_for(lambda: endless.core.stats.running == 1, "running request")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
+        time.sleep(0.05)
+        connection.close()
+        wait_for(endless.is_idle, "idle server")
     with connect(endless, chat()) as connection:  # there is an end to it
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
         assert connection.recv(100) == b""
     wait_for(endless.is_idle, "idle server")
+    assert endless.metrics_of("octavo_requests_total", status="499") == finished + 3  # none was answered to the end for nobody
 
 
 def test_hanging_up_often_leaves_a_server_that_answers(endless):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from dataclasses import asdict
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -177,6 +179,17 @@ def test_names_that_are_no_words_are_not_repeated(bodies, name):
 def test_the_list_of_ignored_names_is_short(bodies):
     found, _ = bodies.ok(messages=user(), **{f"field{i}": 1 for i in range(1000)})
     assert len(found.ignored) == 17 and found.ignored[-1] == "..."
+
+
+def test_the_document_lists_what_is_honoured_and_what_is_ignored():
+    text = (Path(__file__).resolve().parents[2] / "docs/server.md").read_text("utf-8")
+    parts = re.split(
+        r"^- \*\*(honoured|ignored|refused)\*\*", text.partition("## Fields")[2].partition("What one may")[0], flags=re.MULTILINE
+    )
+    listed = {name: set(re.findall(r"`([a-z_]+)`", part)) for name, part in zip(parts[1::2], parts[2::2], strict=True)}
+    assert listed["honoured"] == HONOURED["chat"] | HONOURED["completions"]
+    assert listed["ignored"] - {"temprature"} == IGNORED
+    assert listed["refused"] - {"n", "null"} <= REFUSED["chat"].keys() | REFUSED["completions"].keys()
 
 
 def test_every_table_entry_is_a_word():

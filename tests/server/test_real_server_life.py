@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -227,6 +228,41 @@ def test_who_does_not_finish_in_time_gets_an_error(smollm2_path, second):
             assert stream.last()["error"]["message"] == "the server is shutting down"
         assert server.process.wait(PATIENCE) == 0
         assert not alive(children)
+
+
+def test_a_log_that_nobody_reads_any_more_ends_nothing(smollm2_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", str(port), "--kv-cache-memory", "256MiB"]
+    answers: list[httpx2.Response] = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert any(" try " in line for line in process.stderr)
+        process.stderr.close()
+        url = f"http://127.0.0.1:{port}{CHAT}"
+        body = chat(max_tokens=150, ignore_eos=True)
+        thread = threading.Thread(target=lambda: answers.append(httpx2.post(url, json=body, timeout=PATIENCE, trust_env=False)))
+        thread.start()
+        metrics = f"http://127.0.0.1:{port}/metrics"
+        wait_for(lambda: 'running{model="smollm2"} 1.0' in httpx2.get(metrics, trust_env=False).text, "running request")
+        process.terminate()
+        thread.join(PATIENCE)
+        assert process.wait(PATIENCE) == 0
+    assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 150
+
+
+def test_a_server_that_was_stopped_with_its_core_goes_on(smollm2_path):
+    """As by Ctrl-Z and fg: for so long the core did not step, but it does not hang."""
+    with real_server("--step-timeout", "2") as server:
+        stream = Stream(server, chat(max_tokens=100, ignore_eos=True))
+        wait_for(lambda: stream.raw, "first event")
+        family = [server.process.pid, *server.children()]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in family:
+                os.kill(pid, number)
+            time.sleep(4 if number == signal.SIGSTOP else 0)
+        stream.join(PATIENCE)
+        assert sse_parser.chunks(stream.raw)[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.metric("octavo_engine_restarts_total") == 0
 
 
 def test_a_signal_while_loading(smollm2_path):

@@ -434,3 +434,13 @@ def test_the_real_bar_leaves_nothing_behind(monkeypatch):
         bar.report("load", 1 << 20, 4 << 20)
         bar.report("load", 2 << 20, 4 << 20)
     assert "loading the model" in stream.getvalue() and stream.getvalue().endswith("\x1b[2K")  # the line is erased
+
+
+def test_closed_standard_files_are_not_taken_by_others():
+    """As some who start daemons do it. Whatever is opened later must not become what is printed to."""
+    code = (
+        "import os\nfor number in (0, 1, 2):\n    os.close(number)\nfrom octavo.cli.main import main\n"
+        "status = main(['models'])\nos._exit(os.dup(0) if status == 0 else 99)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert 3 <= done.returncode < 99

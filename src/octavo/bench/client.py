@@ -19,8 +19,11 @@ from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import httptools
 import httpx2
+import msgspec
 
+from octavo.bench.connection import Connections, CutError
 from octavo.errors import ConfigError, OctavoError
 
 Endpoint = Literal["chat", "completions"]
@@ -28,7 +31,6 @@ Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions"}
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 #: Bounds on what a server may make the client hold: one event, one reply that is not a stream.
 MAX_EVENT_BYTES = 4 << 20
 MAX_REPLY_BYTES = 1 << 20
@@ -134,6 +136,13 @@ class StreamParser:
         """`data` as it arrived at `now`. Raises ValueError where it is no event stream of such a server."""
         if not self.done:
             self.record.end = now
+        # nearly always a read holds whole events of one line each
+        if not self._rest and not self._data and data.startswith(b"data: ") and data.endswith(b"\n\n") and b"\r" not in data:
+            events = data[6:-2].split(b"\n\ndata: ")
+            if len(data) <= MAX_EVENT_BYTES and not any(b"\n" in event for event in events):
+                for event in events:
+                    self._take(event, now)
+                return
         self._rest += data
         if b"\n" in data or b"\r" in self._rest[-len(data) - 1 :]:  # else there is no new line, and nothing is searched twice
             *lines, rest = _LINE_END.split(self._rest)
@@ -155,10 +164,17 @@ class StreamParser:
             self._size += len(line)
         elif not line and self._data:
             event, self._data, self._size = b"\n".join(self._data), [], 0
-            if event == b"[DONE]":
-                self.done = True
-            elif not self.done:
-                self._event(json.loads(event), now)
+            self._take(event, now)
+
+    def _take(self, event: bytes, now: float) -> None:
+        if event == b"[DONE]":
+            self.done = True
+        elif not self.done:
+            try:
+                value = msgspec.json.decode(event)
+            except msgspec.DecodeError:
+                value = json.loads(event)  # it takes a little more, such as half of a surrogate pair
+            self._event(value, now)
 
     def _event(self, event: Any, now: float) -> None:
         if not isinstance(event, dict):
@@ -186,28 +202,63 @@ class StreamParser:
         self.record.cached_tokens = _count(details.get("cached_tokens"), self.record.cached_tokens)
 
 
+class _Enough(Exception):
+    """Of a reply that is no stream as much has come as is looked at."""
+
+
+class _Reply:
+    """What becomes of a reply: a stream goes to the parser, anything else is kept, for its message."""
+
+    def __init__(self, parser: StreamParser) -> None:
+        self.parser = parser
+        self._status = 0
+        self._is_stream = False
+        self._page = b""
+
+    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+        kind = headers.get("content-type", "")
+        self._status, self._is_stream = status, status == 200 and "text/event-stream" in kind
+        if status == 200 and not self._is_stream:
+            self.parser.record.fail("malformed", f"no event stream, but {kind!r}")
+            raise _Enough
+
+    def on_data(self, data: bytes, now: float) -> None:
+        if self._is_stream:
+            return self.parser.feed(data, now)
+        self._page += data
+        if len(self._page) > MAX_REPLY_BYTES:
+            raise _Enough
+
+    def finish(self) -> None:
+        if self._is_stream:
+            self.parser.finish()
+        else:
+            self.parser.record.end = time.perf_counter()
+            self.parser.record.fail(f"HTTP {self._status}", _reply_message(self._page[:MAX_REPLY_BYTES]))
+
+
 class Client:
     """Connections to one server. Use as `async with Client(url, api_key) as client`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.base = base_url(url)
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("the API key holds a character that no header may hold")
         headers = {"accept-encoding": "identity", "user-agent": "octavo-bench"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
-        # A proxy from the environment is for other machines; and the pool must never be what requests wait for.
-        proxies = urlsplit(self.base).hostname not in LOOPBACK
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
         # reading the certificates takes a tenth of a second, and plain HTTP has no use for them
-        verify = self.base.startswith("https:")
-        self.http = httpx2.AsyncClient(
-            headers=headers, limits=limits, timeout=None, verify=verify, trust_env=proxies, follow_redirects=False
-        )
+        tls = httpx2.create_ssl_context() if self.base.startswith("https:") else None
+        self._connections = Connections(self.base, headers, tls)
+        #: For pages. As the streams, it goes straight to the server: a proxy would be measured too.
+        self.http = httpx2.AsyncClient(headers=headers, timeout=None, verify=tls or False, trust_env=False, follow_redirects=False)
 
     async def __aenter__(self) -> Client:
         await self.http.__aenter__()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._connections.close()
         await self.http.__aexit__(kind, error, trace)
 
     async def get(self, path: str, timeout: float = 10.0) -> tuple[int, bytes]:
@@ -240,27 +291,25 @@ class Client:
         Who passes a new `record` can watch the request while it runs.
         """
         record = record or RequestRecord()
-        parser = StreamParser(record)
-        url, body = self.base + PATHS[settings.endpoint], settings.body(prompt)
+        reply = _Reply(StreamParser(record))
+        body = json.dumps(settings.body(prompt)).encode()
         record.start = record.end = time.perf_counter()
         try:
-            async with asyncio.timeout(settings.timeout), self.http.stream("POST", url, json=body) as response:
-                if response.status_code != 200:
-                    record.fail(f"HTTP {response.status_code}", _reply_message(await _read(response)))
-                elif "text/event-stream" not in response.headers.get("content-type", ""):
-                    record.fail("malformed", f"no event stream, but {response.headers.get('content-type')!r}")
-                else:
-                    async for data in response.aiter_raw():
-                        parser.feed(data, time.perf_counter())
-                    parser.finish()
+            async with asyncio.timeout(settings.timeout):
+                await self._connections.post(PATHS[settings.endpoint], body, reply.on_head, reply.on_data)
+            reply.finish()
         except TimeoutError:
-            self._broken(parser, "timeout", f"after {settings.timeout:g} s")
-        except (httpx2.ConnectError, httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
-            self._broken(parser, "connection", error)
-        except httpx2.HTTPError as error:
-            self._broken(parser, "cut", error or type(error).__name__)
+            self._broken(reply.parser, "timeout", f"after {settings.timeout:g} s")
+        except CutError as error:
+            self._broken(reply.parser, "cut", error)
+        except OSError as error:
+            self._broken(reply.parser, "connection", error)
+        except httptools.HttpParserError as error:
+            self._broken(reply.parser, "malformed", f"no HTTP: {error}")
+        except _Enough:
+            reply.finish()
         except (ValueError, AttributeError, TypeError, RecursionError) as error:  # JSON of another shape than such a server's
-            self._broken(parser, "malformed", error)
+            self._broken(reply.parser, "malformed", error)
         return record
 
     def _broken(self, parser: StreamParser, kind: str, detail: object) -> None:
@@ -271,10 +320,15 @@ class Client:
 
 def base_url(url: str) -> str:
     """`url` with /v1 and without a slash at its end. Raises ConfigError where it is no such address."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, a name is too long, a bracket does not close
+        parts, is_address = urlsplit(""), False
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError("the address may hold no password, query or fragment; put the key into OCTAVO_API_KEY")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not is_address:
         raise ConfigError(f"{url!r} is no server's address (write for example http://127.0.0.1:8000)")
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else path + '/v1'}"

@@ -64,8 +64,9 @@ def figures(result: LoadResult) -> dict[str, Any]:
 
 
 def tables(run: Mapping[str, Any]) -> list[Table]:
-    """Two tables: totals, and latencies. `run` is what `figures` returned, with "server" where there is one."""
-    return [_totals(run), _latencies(run)]
+    """Totals, latencies, and for a server of ours its batches. `run` is what `figures` returned, with "server" where there is one."""
+    steps = (run.get("server") or {}).get("batch_size_steps")
+    return [_totals(run), _latencies(run), *([_batches(steps)] if steps else [])]
 
 
 def _totals(run: Mapping[str, Any]) -> Table:
@@ -105,6 +106,19 @@ def _latencies(run: Mapping[str, Any]) -> Table:
     for name, words in LATENCIES.items():
         values = run[name]
         table.add_row(words, *("-" if values is None else f"{values[column]:.1f}" for column in columns))
+    return table
+
+
+def _batches(steps: Mapping[str, int]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("requests in a step")
+    table.add_column("steps", justify="right")
+    table.add_column()
+    total = sum(steps.values())
+    for size, count in steps.items():
+        table.add_row(size, str(count), "#" * round(40 * count / total))
     return table
 
 

@@ -116,15 +116,17 @@ def serve(
             terminal.note("the engine's settings are not used: the server at --url is running already")
     before = record.machine() if output is not None else None
     measured, command = _measure(url, chosen_model(config, name or model), what)
-    if before is not None:
-        record.write(Path(str(output)), "serve", _command(), METHOD, before, {**measured.figures, "server_command": command})
-    if plot is not None:
-        plots.save(
-            Path(plot),
-            f"{what.load.requests} requests to {measured.figures['asked']['model']}",
-            [("run", measured.records, measured.batches)],
-        )
-    _show(measured.figures, report.tables(measured.figures), as_json)
+    try:
+        if before is not None:
+            record.write(Path(str(output)), "serve", _command(), METHOD, before, {**measured.figures, "server_command": command})
+        if plot is not None:
+            plots.save(
+                Path(plot),
+                f"{what.load.requests} requests to {measured.figures['asked']['model']}",
+                [("run", measured.records, measured.batches)],
+            )
+    finally:  # a file that cannot be written must not take the measurement with it
+        _show(measured.figures, report.tables(measured.figures), as_json)
     return 0 if measured.figures["success_rate"] == 1 else 1
 
 
@@ -180,10 +182,12 @@ def latency(
         begin()
         measured = bench.measure(llm, wanted, count, done=done)
     results = {case.name: result.figures(breakdown) for case, result in measured.items()}
-    if before is not None:
-        method = f"{count} interleaved rounds after one to warm up; whole steps, sampling included; random token ids, greedy, no stop"
-        record.write(Path(str(output)), "latency", _command(), method, before, results)
-    _show({"model": config.model, "cases": results}, _latency_tables(results), as_json)
+    try:
+        if before is not None:
+            method = f"{count} interleaved rounds after one to warm up; whole steps, sampling included; random token ids, greedy, no stop"
+            record.write(Path(str(output)), "latency", _command(), method, before, results)
+    finally:  # as above
+        _show({"model": config.model, "cases": results}, _latency_tables(results), as_json)
     return 0
 
 

@@ -93,11 +93,13 @@ def run(
     before = record.machine() if output is not None else None
     with _progress() as progress:
         results = module.run(settings, progress)
-    if before is not None:
-        record.write(Path(str(output)), f"lab {name}", shlex.join(["octavo", *sys.argv[1:]]), module.METHOD, before, results)
-    if plot is not None:
-        Path(plot).write_text(module.figure(results), "utf-8")
-    terminal.write(terminal.as_json({"lesson": name, "method": module.METHOD, **results}) if as_json else module.report(results))
+    try:
+        if before is not None:
+            record.write(Path(str(output)), f"lab {name}", shlex.join(["octavo", *sys.argv[1:]]), module.METHOD, before, results)
+        if plot is not None:
+            Path(plot).write_text(module.figure(results), "utf-8")
+    finally:  # a file that cannot be written must not take the measurement with it
+        terminal.write(terminal.as_json({"lesson": name, "method": module.METHOD, **results}) if as_json else module.report(results))
     why = module.failure(results)
     if why is not None:
         print(f"octavo: {why}", file=sys.stderr)

@@ -35,6 +35,10 @@ class LoadingBar:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """It is gone; twice is nothing."""
         with self._lock:
             self._end()
 

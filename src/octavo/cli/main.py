@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command line; the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    _fill_standard_files()
     debug = "--debug" in options or os.environ.get("OCTAVO_DEBUG", "") not in ("", "0")
     terminal.tolerant_streams()
     _log_to_stderr(logging.INFO if debug else logging.WARNING)
@@ -60,6 +61,13 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.strerror:
         return _one_line(f"{error.filename}: {error.strerror}" if error.filename else error.strerror), 1
     return f"internal error: {type(error).__name__}: {_one_line(str(error))} (--debug shows where)", 1
+
+
+def _fill_standard_files() -> None:
+    """Where 0, 1 or 2 is closed, it leads nowhere from now on: else a socket would get that number, and what is printed."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(file)
 
 
 def _one_line(text: str) -> str:

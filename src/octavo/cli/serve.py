@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -38,14 +39,14 @@ def command(
     from octavo.server.run import Console, serve  # takes a moment, which `octavo --help` need not
 
     _log_requests()
-    bar = LoadingBar()
-    with bar:
-        serve(chosen_model(config, model), server, Console(say, bar.report, lambda: bar.__exit__(None, None, None)))
+    with LoadingBar() as bar:
+        serve(chosen_model(config, model), server, Console(say, bar.report, bar.close))
     return 0
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk, a reader that is gone: clients that wait for an answer have no part in that
+        print(text, file=sys.stderr, flush=True)
 
 
 def _log_requests() -> None:

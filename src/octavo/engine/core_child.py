@@ -13,6 +13,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from time import monotonic
+from typing import cast
 
 import msgspec
 import zmq
@@ -27,6 +28,8 @@ logger = logging.getLogger("octavo")
 #: Milliseconds to wait for what a dead process has sent: if it has promised a Failed, and if not.
 _PROMISED = 2000
 _UNPROMISED = 20
+#: Seconds too many in a wait that tell that this process did not run.
+_OVERSLEPT = 1.0
 #: Reports taken from the socket at once.
 _MOST_REPORTS = 256
 
@@ -77,11 +80,16 @@ class CoreChild:
     def seconds_ready(self) -> float:
         return 0.0 if self._ready_at is None else monotonic() - self._ready_at
 
-    def wait(self, wake_fd: int) -> None:
-        """Until a report comes, the process ends, an answer is overdue, or `wake_fd` can be read."""
+    def wait(self, wake_fd: int) -> bool:
+        """Until a report comes, the process ends, an answer is overdue, or `wake_fd` can be read: whether it can."""
         left = self.pulse.seconds_left
-        self._poller.register(wake_fd, zmq.POLLIN)
-        self._poller.poll(None if left is None else int(max(0.0, left) * 1000) + 1)
+        if wake_fd not in self._poller:
+            self._poller.register(wake_fd, zmq.POLLIN)
+        begin = monotonic()
+        ready = self._poller.poll(None if left is None else int(max(0.0, left) * 1000) + 1)
+        if left is not None and monotonic() - begin > max(0.0, left) + _OVERSLEPT:
+            self.pulse.excuse()  # this process was stopped itself (Ctrl-Z, a machine that was paused), and the core most likely with it
+        return any(source == wake_fd for source, _ in ready)
 
     def send(self, command: bytes) -> None:
         with suppress(zmq.Again):  # nobody at the other end any more
@@ -120,7 +128,7 @@ class CoreChild:
 
     def _take_reports(self) -> tuple[list[Report], Failed | None]:
         reports: list[Report] = []
-        while len(reports) < _MOST_REPORTS:
+        while len(reports) < _MOST_REPORTS and cast(int, self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 report = decode_report(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:

@@ -58,6 +58,10 @@ class Pulse:
         self._handled, self._resting = output.handled, output.resting
         self._last = monotonic()
 
+    def excuse(self) -> None:
+        """The silence so far is not the core's fault."""
+        self._last = monotonic()
+
     @property
     def owes(self) -> bool:
         """It has work, or a command it has not answered."""

@@ -88,7 +88,7 @@ class CoreLoop:
     def _carry_out(self, command: Command, deltas: list[CompletionDelta]) -> None:
         match command:
             case AddRequests():
-                self._add(command.requests)
+                self._add(command.requests, deltas)
             case Abort():
                 deltas += self._core.abort(command.request_ids)
             case ResetPrefixCache():
@@ -98,8 +98,8 @@ class CoreLoop:
             case Close():
                 self._closing = True
 
-    def _add(self, encoded: Mapping[str, bytes]) -> None:
-        """All of them, or none and a word why."""
+    def _add(self, encoded: Mapping[str, bytes], deltas: list[CompletionDelta]) -> None:
+        """All of them, or none and a word why: after `deltas`, which may end an earlier request of the same id."""
         name = ""
         added: list[str] = []
         try:
@@ -111,6 +111,9 @@ class CoreLoop:
         except (InvalidRequestError, msgspec.DecodeError, msgspec.ValidationError) as error:
             self._core.abort(added)  # before any step: nobody has seen a delta of theirs
             param, code = (error.param, error.code) if isinstance(error, InvalidRequestError) else (None, "invalid_value")
+            if deltas:
+                self._report(deltas[:])
+                deltas.clear()
             self._channel.send(Rejected(name, str(error), param, code))
 
     def _report(self, deltas: list[CompletionDelta]) -> None:

@@ -135,6 +135,7 @@ class InputProcessor:
         kwargs = chat_template_kwargs or {}
         if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
             raise _invalid("chat_template_kwargs must be a mapping of names to values", "chat_template_kwargs")
+        self._check_characters(sum(map(_characters, messages)) if isinstance(messages, Sequence) else 0, "messages")
         from octavo.tokenizer.chat_template import check_template_kwargs  # only here: plain prompts need no jinja2
 
         check_template_kwargs(kwargs)
@@ -148,15 +149,19 @@ class InputProcessor:
         return token_ids
 
     def _encode(self, prompt: str, parse_special: bool) -> list[int]:
+        self._check_characters(len(prompt), "prompt")
+        return self.tokenizer.encode(prompt, add_special_tokens=True, parse_special=parse_special)
+
+    def _check_characters(self, count: int, param: str) -> None:
+        """A tokenizer takes time and memory for every character, also of what could never fit."""
         most = self.info.max_model_len * MAX_CHARS_PER_TOKEN
-        if len(prompt) > most:
+        if count > most:
             raise _invalid(
-                f"the prompt has {len(prompt)} characters, more than {most}, which cannot fit a context of "
+                f"the prompt has {count} characters, more than {most}, which cannot fit a context of "
                 f"{self.info.max_model_len} tokens: shorten it",
-                "prompt",
+                param,
                 "context_length_exceeded",
             )
-        return self.tokenizer.encode(prompt, add_special_tokens=True, parse_special=parse_special)
 
     def _checked_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
@@ -244,6 +249,14 @@ class InputProcessor:
                 if ids:
                     found[ids] = None
         return tuple(found)
+
+
+def _characters(message: Any) -> int:
+    """Of the text in it; what is wrong with it otherwise, the template says."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def check_pool(info: ExecutorInfo, num_prompt_tokens: int) -> None:

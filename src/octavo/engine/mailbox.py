@@ -32,27 +32,37 @@ class Mailbox:
             self.routes[request_id] = Route(n, self.routes, self)
         self._deltas: list[CompletionDelta] = []
         self._error: OctavoError | None = None
-        self._arrived = asyncio.Event()
+        #: Of the reader, while it waits.
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: CompletionDelta) -> None:
         self._deltas.append(delta)
-        self._arrived.set()
+        self._wake()
 
     def fail(self, error: OctavoError) -> None:
         self._error = error
-        self._arrived.set()
+        self._wake()
 
     @property
     def is_open(self) -> bool:
         """Something is there, or will come."""
-        return bool(self._deltas or self._error is not None or any(route.unfinished for route in self.routes.values()))
+        if self._deltas or self._error is not None:
+            return True
+        return any(route.unfinished for route in self.routes.values())
 
     async def take(self) -> list[CompletionDelta]:
         """Everything that is there, at least one delta; raises the error after the deltas before it."""
-        await self._arrived.wait()
+        if not self._deltas and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         if self._error is not None and not self._deltas:
             raise self._error
         batch, self._deltas = self._deltas, []
-        if self._error is None:
-            self._arrived.clear()
         return batch
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

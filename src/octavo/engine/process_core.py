@@ -146,8 +146,8 @@ class ProcessCore:
     def _serve(self, child: CoreChild, post: Post) -> Failed | None:
         """Carry commands and reports until the core is lost; why it is, or None after `close`."""
         while not self._closing:
-            child.wait(self._wake.fd)
-            self._wake.clear()
+            if child.wait(self._wake.fd):
+                self._wake.clear()
             while self._outbox:
                 generation, command = self._outbox.popleft()
                 if generation == child.generation:

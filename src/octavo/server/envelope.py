@@ -16,9 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server.errors import ApiError, ClientGone
 
-#: Scope entries: the id of this exchange (safe to log and to send), and a list of headers that any layer may add to.
+#: Scope entries: the id of this exchange (safe to log and to send), a list of headers that any layer may add to, and the way
+#: around all layers for the body of a reply whose head has gone through them: a stream would go through them for each token.
 REQUEST_ID = "octavo.request_id"
 REPLY_HEADERS = "octavo.reply_headers"
+SEND_BODY = "octavo.send_body"
 
 _log = logging.getLogger("octavo.server")
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
@@ -33,6 +35,7 @@ class EnvelopeMiddleware:
             return await self._app(scope, receive, send)
         request_id = scope[REQUEST_ID] = _request_id(scope)
         added = scope[REPLY_HEADERS] = [(b"x-request-id", request_id.encode())]
+        scope[SEND_BODY] = send
         started = False
 
         async def send_with_headers(message: Message) -> None:

@@ -23,9 +23,9 @@ from octavo.errors import EngineDeadError, InvalidRequestError
 from octavo.outputs import CompletionDelta
 from octavo.server import sse
 from octavo.server.auth import KEY_SCOPE
-from octavo.server.envelope import REPLY_HEADERS, REQUEST_ID
+from octavo.server.envelope import REPLY_HEADERS, REQUEST_ID, SEND_BODY
 from octavo.server.errors import ApiError, ClientGone, engine_error, refused
-from octavo.server.http_protocol import CUT
+from octavo.server.http_protocol import CUT, IS_PAUSED
 from octavo.server.limits import read_body
 from octavo.server.prepared import Endpoint, Job, Prepared, Refused
 from octavo.server.replies import Head, Json, StreamReply, WholeReply, encode
@@ -55,8 +55,11 @@ class Generation(Response):
         record.http_id = scope[REQUEST_ID]
         try:
             self._server.check_accepting()
-            body = await read_body(scope["headers"], receive, int(config.max_body), config.body_timeout)
-            await unless_gone(receive, self._answer(body, send))
+            # no name here: the answer may take long, and only its beginning needs the body
+            work = self._answer(
+                await read_body(scope["headers"], receive, int(config.max_body), config.body_timeout, self._server.bodies), send
+            )
+            await unless_gone(receive, work)
         except ClientGone:
             record.status = 499
             raise
@@ -71,8 +74,8 @@ class Generation(Response):
 
     async def _answer(self, body: bytes, send: Send) -> None:
         server, record = self._server, self._record
-        job = Job(self._endpoint, body, record.request_id, self._scope.get(KEY_SCOPE), record.arrival)
-        prepared = await server.inputs.prepare(job)
+        prepared = await server.inputs.prepare(Job(self._endpoint, body, record.request_id, self._scope.get(KEY_SCOPE), record.arrival))
+        del body
         if isinstance(prepared, Refused):
             raise refused(prepared)
         record.streamed = prepared.stream
@@ -103,6 +106,7 @@ class Generation(Response):
             raise reply.failure
         self._record.status = 200
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
+        send = self._scope[SEND_BODY]
         try:
             while batch is not None:
                 if chunks:  # all events of a batch in one piece
@@ -136,6 +140,9 @@ class Generation(Response):
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         """Send, unless the client does not take what was sent before."""
+        is_paused = self._scope.get(IS_PAUSED)
+        if is_paused is not None and not is_paused():  # it will not wait: no timer is needed, as for nearly every event
+            return await send(message)
         try:
             async with asyncio.timeout(self._server.config.send_timeout):
                 await send(message)
@@ -169,7 +176,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def _events(chunks: list[Json]) -> bytes:
-    return b"".join(sse.event(encode(chunk)) for chunk in chunks)
+    return b"".join([sse.event(encode(chunk)) for chunk in chunks])
 
 
 def ignored_header(names: list[str]) -> bytes:

@@ -1,6 +1,7 @@
 """The HTTP/1.1 connection: uvicorn's, with bounds on the head of a request and a way to cut a connection.
 
-uvicorn has no limit on the size of headers and on the time they take, and answers broken HTTP with plain text.
+uvicorn has no limit on the size of headers and on the time they take, answers broken HTTP with plain text, and tells of
+requests that were sent ahead only the last one that the client has hung up.
 Owner of one timer a connection. Not here: bodies (limits.py).
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from octavo.server.errors import ApiError
 
@@ -21,13 +22,17 @@ LINGER_SECONDS = 1.0
 MAX_PIPELINED = 8
 #: Scope entry: a function that drops the connection, unsent data and all.
 CUT = "octavo.cut"
+#: Scope entry: a function that says whether the next send would wait, because the client has not taken what was sent before.
+IS_PAUSED = "octavo.is_paused"
 
 
 class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        #: Received since the last piece of a body, or since the request began: heads, trailers, the lines between chunks.
         self._head_bytes = 0
-        self._in_head = True
+        #: The request that is being answered; `cycle` is the last one that has come.
+        self._running: RequestResponseCycle | None = None
         self._refused = False
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -37,33 +42,49 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._hang_up()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._start_timer()  # whatever this is, the next request has begun
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(ApiError(431, f"the head of the request is larger than {MAX_HEAD_BYTES} bytes", code="headers_too_large"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._head_bytes = 0
         self._start_timer()
         self.scope[CUT] = self.transport.abort  # type: ignore[literal-required]
+        self.scope[IS_PAUSED] = lambda: self.flow.write_paused  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._head_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
+            self._hang_up()
             self.transport.close()
         elif self.pipeline:  # uvicorn stops reading here, and would not see the client hang up during the answer before
             self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _hang_up(self) -> None:
+        """Let the request that is being answered know that nobody waits for it."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, "this is not valid HTTP", code="invalid_http"))

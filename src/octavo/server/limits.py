@@ -1,6 +1,7 @@
 """How a request body is read: no more of it than allowed, in no more time than allowed, as JSON that is not compressed.
 
-Stateless. Not here: what is in the body (an input process looks at that, see input_pool.py).
+Stateless but for the Budget that all bodies of a server share.
+Not here: what is in the body (an input process looks at that, see input_pool.py).
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ DISCARD_FACTOR = 4
 DISCARD_SECONDS = 5.0
 
 
-async def read_body(headers: Headers, receive: Receive, max_bytes: int, timeout: float) -> bytes:
-    """The whole body. Raises ApiError (400, 408, 413, 415) or ClientGone. Its memory is bounded by `max_bytes` and one chunk."""
+class Budget:
+    """Bytes that all bodies which are being read may take together: each alone is bounded, their number is not."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+
+async def read_body(headers: Headers, receive: Receive, max_bytes: int, timeout: float, budget: Budget) -> bytes:
+    """The whole body. Raises ApiError (400, 408, 413, 415, 429) or ClientGone. Its memory is bounded by `max_bytes` and one chunk."""
     length = check_headers(headers)
     if length is not None and length > max_bytes:
         if length <= DISCARD_FACTOR * max_bytes and not _values(headers, b"expect"):
             await _discard(receive, length)
         raise _too_large(max_bytes)
     chunks: list[bytes] = []
-    size = 0
+    size = taken = 0
     try:
         async with asyncio.timeout(timeout):
             more = True
@@ -42,9 +50,19 @@ async def read_body(headers: Headers, receive: Receive, max_bytes: int, timeout:
                     if more:
                         await _discard(receive, DISCARD_FACTOR * max_bytes - size)
                     raise _too_large(max_bytes)
+                if len(chunk) > budget.left:
+                    chunks.clear()
+                    if more:
+                        await _discard(receive, max_bytes - size)
+                    advice = "too many large requests are being sent: try again in a moment"
+                    raise ApiError(429, advice, code="input_queue_full", retry_after=1, close=True)
+                budget.left -= len(chunk)
+                taken += len(chunk)
                 chunks.append(chunk)
     except TimeoutError:
         raise ApiError(408, f"the request body did not arrive within {timeout:g} s", code="body_timeout", close=True) from None
+    finally:
+        budget.left += taken
     return b"".join(chunks)
 
 

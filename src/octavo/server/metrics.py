@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -48,7 +50,8 @@ class ServerMetrics:
             return made.labels(model)
 
         self._ttft = histogram("time_to_first_token_seconds", "From the arrival of a request to its first token", _SECONDS)
-        self._itl = histogram("inter_token_latency_seconds", "From one token of a choice to its next", _TOKEN_SECONDS)
+        self._itl = _TokenLatencies(model)
+        self.registry.register(self._itl)
         self._e2el = histogram("request_latency_seconds", "From the arrival of a request to the end of its reply", _SECONDS)
         self._queue = histogram("request_queue_seconds", "From the arrival of a request to the first step with it", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
@@ -97,6 +100,28 @@ class _Pace:
         now = time.monotonic()
         self.interval += 0.1 * (now - self._last - self.interval)
         self._last = now
+
+
+class _TokenLatencies(Collector):
+    """A histogram for one thread that costs a tenth of prometheus_client's: it is counted in for every token."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._counts = [0] * (len(_TOKEN_SECONDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(_TOKEN_SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        metric = HistogramMetricFamily("octavo_inter_token_latency_seconds", "From one token of a choice to its next", labels=["model"])
+        bounds = [*map(str, _TOKEN_SECONDS), "+Inf"]
+        metric.add_metric([self._model], list(zip(bounds, accumulate(map(float, self._counts)), strict=True)), self._sum)
+        yield metric
 
 
 class _EngineCollector(Collector):

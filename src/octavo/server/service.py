@@ -80,7 +80,7 @@ class Service:
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         try:
             if await self._load(begin):
-                await self._unless_signalled(self._follow_engine())
+                await self._unless_signalled(self._follow(serving))
             self._state.draining = True
             await self._drain(serving)
         finally:
@@ -119,10 +119,11 @@ class Service:
                 self._console.progress(loading.phase, loading.done, loading.total)
             await asyncio.sleep(_POLL)
 
-    async def _follow_engine(self) -> None:
-        """Tell the input processes about each new core; say when one is lost and when the next is there."""
+    async def _follow(self, serving: asyncio.Task[None]) -> None:
+        """Until HTTP ends, which it should not. Tell the input processes about each new core; say when one is lost and
+        when the next is there."""
         state = self._engine.state
-        while True:
+        while not serving.done():
             await asyncio.sleep(_POLL)
             if self._engine.state != state:
                 state = self._engine.state

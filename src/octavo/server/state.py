@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from octavo.engine.async_engine import AsyncEngine
 from octavo.server.auth import Keys
 from octavo.server.errors import ApiError
-from octavo.server.input_pool import InputPool
+from octavo.server.input_pool import MAX_WAITING_BYTES, InputPool
+from octavo.server.limits import Budget
 from octavo.server.metrics import EngineView, ServerMetrics
 from octavo.server.request_record import RequestRecord
 from octavo.server_config import ServerConfig
@@ -34,6 +35,8 @@ class ServerState:
     engine: AsyncEngine
     inputs: InputPool
     metrics: ServerMetrics = field(init=False)
+    #: Of bodies that are being read; those that wait for an input process have a bound of their own.
+    bodies: Budget = field(init=False)
     #: Unix time.
     created: int = field(default_factory=lambda: int(time.time()))
     #: The input processes have read the tokenizer: before that requests are taken, but wait.
@@ -43,6 +46,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         engine = self.engine
+        self.bodies = Budget(max(MAX_WAITING_BYTES, 4 * int(self.config.max_body)))
         self.metrics = ServerMetrics(self.model_names[0], EngineView(engine.stats, lambda: engine.restarts, engine.is_healthy))
 
     @property

@@ -265,9 +265,10 @@ def failure(results: dict[str, Any]) -> str | None:
         return _told(found["file"], found["generate"]["first_difference"])
     if found["attention"] is not None and not found["attention"]["verified"]:
         first = found["attention"]["first_difference"]
+        got = first["got"] if isinstance(first["got"], str) else f"{first['got']:.6g}"
         return (
             f"{found['file']}: attention over {first['length']} tokens first differs at token {first['token']}, head {first['head']},"
-            f" column {first['column']}: expected {first['expected']:.6g}, got {first['got']:.6g} (tolerance {ATTENTION_TOLERANCE})"
+            f" column {first['column']}: expected {first['expected']:.6g}, got {got} (tolerance {ATTENTION_TOLERANCE})"
         )
     return None
 

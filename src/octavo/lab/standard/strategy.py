@@ -116,13 +116,14 @@ def check_attention(strategy: Strategy, heads: int = 9, kv_heads: int = 3, dim: 
         if getattr(got, "shape", None) != q.shape:
             shape = getattr(got, "shape", type(got).__name__)
             raise StrategyError(f"{strategy.path}: attention must return an array {q.shape} for {length} tokens, got {shape}")
-        difference = np.abs(np.asarray(got, np.float64) - expected)
+        difference = np.abs(guarded(strategy.path, np.asarray, got, np.float64) - expected)
         wrong = np.argwhere(~(difference.transpose(1, 0, 2) <= ATTENTION_TOLERANCE))  # by token first; NaN is wrong too
         if len(wrong):
             token, head, column = (int(x) for x in wrong[0])
-            first = {"length": length, "token": token, "head": head, "column": column,
-                     "expected": float(expected[head, token, column]), "got": float(got[head, token, column])}  # fmt: skip
-            return {"verified": False, "largest_difference": float(np.nanmax(difference)), "first_difference": first}
+            value, finite = float(got[head, token, column]), difference[np.isfinite(difference)]
+            first = {"length": length, "token": token, "head": head, "column": column, "expected": float(expected[head, token, column]),
+                     "got": value if np.isfinite(value) else str(value)}  # fmt: skip  # JSON has no word for those
+            return {"verified": False, "largest_difference": float(finite.max()) if finite.size else None, "first_difference": first}
         largest = max(largest, float(difference.max()))
     return {"verified": True, "largest_difference": largest, "first_difference": None}
 
