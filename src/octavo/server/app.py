@@ -1,7 +1,7 @@
 """The application: routes, and the layers every request passes, from the outside in:
 
-envelope (ids, errors) -> Host check -> CORS -> API key -> route. All of them are plain ASGI: a layer that reads a reply
-before it passes it on would hide from the endpoint that its client has hung up.
+turnstile (not all at once) -> envelope (ids, errors) -> Host check -> CORS -> API key -> route. All of them are plain ASGI:
+a layer that reads a reply before it passes it on would hide from the endpoint that its client has hung up.
 Stateless. Not here: any endpoint, each group has a file; starting and stopping (run.py).
 """
 
@@ -23,6 +23,7 @@ from octavo.server.errors import ApiError
 from octavo.server.generation import Generation
 from octavo.server.origins import CorsMiddleware, HostMiddleware, accepted_hosts
 from octavo.server.state import ServerState
+from octavo.server.turnstile import TurnstileMiddleware
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -49,6 +50,7 @@ def build_app(server: ServerState) -> FastAPI:
     app.add_middleware(CorsMiddleware, origins=server.config.allowed_origins)
     app.add_middleware(HostMiddleware, hosts=accepted_hosts(server.config.host, server.config.allowed_hosts))
     app.add_middleware(EnvelopeMiddleware)
+    app.add_middleware(TurnstileMiddleware)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

@@ -35,9 +35,10 @@ from octavo.server_config import ServerConfig
 _log = logging.getLogger("octavo.server")
 
 BACKLOG = 2048
-#: Of the thread that serves HTTP. An event of a stream costs it 0.15 ms, some 5 % of a processor at 300 tokens a second. Where the
-#: core's threads take all the rest, 10 leaves it about 10 % of each processor; 19 would leave 1.5 %, and streams and /health would stall.
-NICENESS = 10
+#: Of the thread that serves HTTP: just behind the engine. An event of a stream costs it 0.15 ms, some 5 % of a processor at 300 tokens
+#: a second, and more niceness takes that time later, not less of it: no throughput was gained by 10 or 19, while /health took up to
+#: 0.5 s where it takes less than 0.1 s now (500 streams on two cores, docs/performance.md).
+NICENESS = 1
 
 
 @dataclass(frozen=True, slots=True)
