@@ -26,6 +26,7 @@ def table() -> str:
     first = next(name for name in cold["results"] if name.startswith("octavo run"))
     rows = [(f"`{first}`, the whole process", f"{cold['results'][first]['median']:.2f} s", "cold_start")]
     rows += [(name, f"{values['median']:.0f} tokens/s", "speed") for name, values in speed["results"].items()]
+    rows += server_rows(load("batch_sizes")["results"], load("server_load")["results"])
     for kind, values in quality["results"].items():
         change = 100 * (values["perplexity"] / values["perplexity_float32"] - 1)
         rows.append((f"perplexity of {kind} against float32, {values['tokens']} tokens of English", f"{change:+.2f} %", "quality"))
@@ -39,6 +40,24 @@ def table() -> str:
         *(f"| {what} | {figure} | `results/{file}.json` |" for what, figure, file in rows),
     ]
     return "\n".join(lines) + "\n"
+
+
+def server_rows(sizes: dict[str, Any], under_load: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rate = {size: sizes[size]["requests_per_s"]["median"] for size in ("1", "4", "8")}
+    streams, memory, prompt = (under_load[name] for name in ("streams", "memory", "prompt"))
+    health = max(part["health"]["ms"]["max"] for part in (streams, memory, prompt))
+    gap = max(0.0, *prompt["extra_gap_ms"].values())
+    return [
+        (
+            "server, 8 clients, 128 tokens each: decode batch of 1, 4, 8",
+            ", ".join(f"{rate[size]:.2f}" for size in ("1", "4", "8")) + " requests/s",
+            "batch_sizes",
+        ),
+        (f"{streams['requests']} streams open at once: complete", f"{100 * streams['success_rate']:.0f} %", "server_load"),
+        (f"growth of the HTTP process over {memory['requests']} requests", f"{memory['growth_mib']['http']:.1f} MiB", "server_load"),
+        ("slowest answer of `/health` under those loads", f"{health:.0f} ms", "server_load"),
+        ("longest extra gap of other streams beside a 1 MB prompt", f"{gap:.0f} ms", "server_load"),
+    ]
 
 
 def main() -> int:
