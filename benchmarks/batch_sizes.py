@@ -1,7 +1,7 @@
 """Batch sizes matter: requests a second of a server whose decode batch holds 1, 4 or 8 requests, under the same load.
 
 Usage: .venv/bin/python -m benchmarks.batch_sizes [--rounds 3] [--sizes 1,4,8] [--requests 50] [--concurrency 8]
-                                                  [--max-tokens 128] [--output FILE.json] [--plot FILE.svg]
+                                                  [--max-tokens 128] [--stream-interval 1] [--output FILE.json] [--plot FILE.svg]
 Each round starts a new server for each size, in turn (1, 4, 8, 1, 4, 8, ...), so that a machine that is busy for a while
 disturbs all sizes alike and no prefix is left from the round before. Writes results/batch_sizes.json and .svg.
 Not here: how a server is loaded and measured (octavo.bench.serving); speed without a server (speed.py).
@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--kv-cache-memory", default="512MiB")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens the server gathers before it sends them on (default 1)")
     parser.add_argument("--output", type=Path, default=RESULTS / "batch_sizes.json")
     parser.add_argument("--plot", type=Path, default=None, help="default: beside the output")
     options = parser.parse_args(arguments)
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in range(options.rounds):
         for size in sizes:
             config = EngineConfig(model=options.model, max_decode_batch_size=size, kv_cache_memory=options.kv_cache_memory)
-            with OwnServer(config) as server:
+            with OwnServer(config, ["--stream-interval", str(options.stream_interval)]) as server:
                 run = measure(server.url, what)
             runs[size].append(run)
             print(f"round {number + 1}, batch {size}: {run.figures['requests_per_s']:.3f} requests/s", flush=True)
@@ -82,9 +83,11 @@ def main(arguments: list[str] | None = None) -> int:
     results["ratio"] = {"sizes": [max(sizes), min(sizes)], "requests_per_s": summary(ratios, 3)}
     method = (
         f"requests/s; {options.requests} requests at concurrency {options.concurrency}, {options.max_tokens} tokens each; {options.rounds} "
-        "rounds, the sizes in turn, a new server each; the ratio is of the two runs of one round"
+        f"rounds, the sizes in turn, a new server each; stream_interval {options.stream_interval}; "
+        "the ratio is of the two runs of one round"
     )
-    record.write(options.output, "batch_sizes", "python -m benchmarks.batch_sizes", method, before, results)
+    command = " ".join(["python -m benchmarks.batch_sizes", *(sys.argv[1:] if arguments is None else arguments)])
+    record.write(options.output, "batch_sizes", command, method, before, results)
     series: list[plot.Series] = []
     for size in sizes:
         records: list[RequestRecord] = [one for run in runs[size] for one in run.records]

@@ -39,6 +39,7 @@ class ServerConfig:
     body_timeout: float = _setting(60.0, "seconds a client may take to send its body")
     send_timeout: float = _setting(120.0, "seconds a client may leave a stream unread")
     step_timeout: float = _setting(180.0, "seconds without a finished step, while there is work, before the engine is restarted")
+    stream_interval: int = _setting(1, "tokens of an answer gathered before they are sent on; more costs less and streams less evenly")
     drain_timeout: float = _setting(30.0, "seconds that running requests get to finish after SIGTERM")
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class ServerConfig:
             set_(self, name, tuple(item.strip() for item in items))
         set_(self, "max_body", parse_bytes(self.max_body, "max_body"))
         for name, low, high in (("port", 0, 65535), ("max_body", 1024, 2**31), ("max_json_depth", 4, 200), ("max_prompts", 1, 4096),
-                                ("max_choices", 1, 4096)):  # fmt: skip
+                                ("max_choices", 1, 4096), ("stream_interval", 1, 1000)):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")

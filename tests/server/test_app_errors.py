@@ -9,6 +9,7 @@ import sys
 import threading
 
 import httpx2
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -270,7 +271,13 @@ def test_full_queue_is_a_429_with_an_honest_delay():
     with fake_server(engine={"max_waiting_requests": 1, "max_num_seqs": 1}) as server, server.client() as client:
 
         def ask(number: int) -> None:
-            replies[number] = client.post(CHAT, json=chat(max_tokens=2))
+            if number < 2:
+                replies[number] = client.post(CHAT, json=chat(max_tokens=2))
+                return
+            official = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+            with pytest.raises(openai.RateLimitError) as caught:
+                official.chat.completions.create(**chat(max_tokens=2))
+            replies[number] = caught.value.response
 
         server.gate.clear()
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]

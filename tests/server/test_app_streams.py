@@ -97,6 +97,19 @@ def test_a_prompt_of_several_and_n(server):
         assert sse_parser.joined(reply.content, choice["index"]) == choice["text"] == "abcd"
 
 
+def test_tokens_that_are_sent_together_make_the_same_events(server):
+    """stream_interval changes when events are sent, and nothing in them."""
+
+    def events(one: FakeServer) -> list[object]:
+        with one.client() as client:
+            reply = client.post(CHAT, json=chat(n=2, stream=True, logprobs=True, stream_options={"include_usage": True}))
+        chunks = sse_parser.chunks(reply.content)
+        return sorted(json.dumps([chunk["choices"], chunk["usage"]]) for chunk in chunks)
+
+    with fake_server(stream_interval=5) as gathered:
+        assert events(gathered) == events(server)
+
+
 def test_a_slow_reader_loses_nothing_and_sees_the_same_tail(server):
     """Steps that came while nobody read are sent together."""
     server.gate.clear()

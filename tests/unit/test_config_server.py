@@ -36,6 +36,7 @@ VALUES = {
     "api_key_file": st.none() | st.just("keys.txt"),
     "max_body": st.integers(1024, 2**31),
     "drain_timeout": st.floats(0.5, 100),
+    "stream_interval": st.integers(1, 1000),
     **{name: st.lists(names, min_size=1, max_size=3) for name in LISTS},
 }
 some_settings = st.fixed_dictionaries({}, optional=VALUES)

@@ -151,8 +151,10 @@ class AsyncEngine:
 
     # Requests
 
-    async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[list[CompletionDelta], None]:
+    async def stream(self, submissions: Sequence[Submission], interval: int = 1) -> AsyncGenerator[list[CompletionDelta], None]:
         """The deltas of all of them as they come, in batches; it ends when every choice of each has its finish_reason.
+        With an `interval` about so many tokens a choice are gathered before the next batch; the first ones, an ending and
+        an error come at once.
 
         Closing it, or cancelling its reader, aborts what is unfinished. The first step raises InvalidRequestError if one
         is refused (code queue_full, duplicate_request_id, ...; then none of them runs), or EngineDeadError if the engine
@@ -161,7 +163,7 @@ class AsyncEngine:
         self._start()
         self._check_ready()
         requests = self._encode(submissions)
-        mailbox = Mailbox({one.request_id: one.n for one in submissions})
+        mailbox = Mailbox({one.request_id: one.n for one in submissions}, interval)
         for request_id, route in mailbox.routes.items():
             self._routes.setdefault(request_id, deque()).append(route)
         try:

@@ -25,9 +25,14 @@ class Route:
 class Mailbox:
     """What one stream has not read yet."""
 
-    def __init__(self, choices: Mapping[str, int]) -> None:
-        """`choices`: how many each of its requests will end."""
+    def __init__(self, choices: Mapping[str, int], interval: int = 1) -> None:
+        """`choices`: how many each of its requests will end. `interval`: deltas a choice to wait for before the reader is
+        woken; the first ones, an ending and an error are there at once."""
         self.routes: dict[str, Route] = {}
+        self._interval = interval
+        self._unfinished = sum(choices.values())
+        #: Deltas that must be here before the reader is woken.
+        self._enough = 1
         for request_id, n in choices.items():
             self.routes[request_id] = Route(n, self.routes, self)
         self._deltas: list[CompletionDelta] = []
@@ -37,7 +42,11 @@ class Mailbox:
 
     def put(self, delta: CompletionDelta) -> None:
         self._deltas.append(delta)
-        self._wake()
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            self._enough = 1
+        if len(self._deltas) >= self._enough:
+            self._wake()
 
     def fail(self, error: OctavoError) -> None:
         self._error = error
@@ -52,7 +61,7 @@ class Mailbox:
 
     async def take(self) -> list[CompletionDelta]:
         """Everything that is there, at least one delta; raises the error after the deltas before it."""
-        if not self._deltas and self._error is None:
+        if len(self._deltas) < self._enough and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -61,6 +70,7 @@ class Mailbox:
         if self._error is not None and not self._deltas:
             raise self._error
         batch, self._deltas = self._deltas, []
+        self._enough = self._interval * max(1, self._unfinished)
         return batch
 
     def _wake(self) -> None:

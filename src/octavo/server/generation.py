@@ -82,7 +82,7 @@ class Generation(Response):
         if prepared.ignored:
             self._scope[REPLY_HEADERS].append((b"x-octavo-ignored", ignored_header(prepared.ignored)))
         submissions = [Submission(prompt.request_id, prepared.n, prompt.request) for prompt in prepared.prompts]
-        async with aclosing(server.engine.stream(submissions)) as batches:
+        async with aclosing(server.engine.stream(submissions, server.config.stream_interval)) as batches:
             await (self._stream if prepared.stream else self._whole)(prepared, batches, send)
 
     async def _whole(self, prepared: Prepared, batches: Batches, send: Send) -> None:
