@@ -58,7 +58,8 @@ public:
 
     void pack_part(PackedWeight& weight, const PartSource& part);
 
-    void linear(In x, const PackedWeight& weight, Out out);
+    // Rows [0, num_generated) of x are of kind GENERATED (docs/numerics.md).
+    void linear(In x, const PackedWeight& weight, int64_t num_generated, Out out);
     void embedding(Vector<const int32_t> ids, const PackedWeight& weight, Out out);
 
     void rms_norm(In x, Vector<const float> weight, float eps, Out out);
@@ -75,7 +76,13 @@ public:
 private:
     uint8_t* scratch(int64_t bytes);
     template <typename F> void each_rows(int64_t rows, int64_t cols, const F& function);
-    void linear_rows(In x, const PackedWeight& weight, Out out);
+    struct Quantized {
+        const ActBlock* bytes = nullptr;  // [generated rows, blocks]
+        const ActBlock* wide = nullptr;   // [rows, blocks]
+        int64_t blocks = 0;
+    };
+    Quantized quantize(In x, const PackedWeight& weight, int64_t generated);
+    void linear_rows(In x, const PackedWeight& weight, int64_t generated, Out out);
     void attend_tiles(const AttendJob& job);
 
     std::mutex mutex_;

@@ -16,11 +16,11 @@ using Out2 = Array2<float>;
 using Ints = Array1<const int32_t>;
 using Longs = Array1<const int64_t>;
 
-void linear(Context& context, const In2& x, const PackedWeight& weight, const Out2& out) {
+void linear(Context& context, const In2& x, const PackedWeight& weight, int64_t num_generated, const Out2& out) {
     const In from = matrix(x, "x");
     const Out to = matrix(out, "out");
     const nb::gil_scoped_release nogil;
-    context.linear(from, weight, to);
+    context.linear(from, weight, num_generated, to);
 }
 
 void embedding(Context& context, const Ints& ids, const PackedWeight& weight, const Out2& out) {
@@ -95,7 +95,7 @@ void bind_context(nb::module_& m) {
     context.def_prop_ro("isa", [](const Context& c) { return std::string(c.isa()); });
     context.def_prop_ro("threads", &Context::threads);
     bind_packing(context);
-    context.def("linear", &linear, nb::arg("x").noconvert(), nb::arg("weight"), nb::arg("out").noconvert());
+    context.def("linear", &linear, nb::arg("x").noconvert(), nb::arg("weight"), nb::arg("num_generated"), nb::arg("out").noconvert());
     context.def("embedding", &embedding, nb::arg("token_ids").noconvert(), nb::arg("weight"), nb::arg("out").noconvert());
     context.def("rms_norm", &rms_norm, nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"), nb::arg("out").noconvert());
     context.def("add", &add, nb::arg("x").noconvert(), nb::arg("y").noconvert());

@@ -17,44 +17,67 @@ void Context::pack_part(PackedWeight& weight, const PartSource& part) {
     weight.add(part, pool_);
 }
 
-void Context::linear(In x, const PackedWeight& weight, Out out) {
+void Context::linear(In x, const PackedWeight& weight, int64_t num_generated, Out out) {
     require(x.cols == weight.k(), "linear: x must have K columns");
     require(out.rows == x.rows && out.cols == weight.columns(), "linear: out must be [rows of x, N]");
+    require(num_generated >= 0 && num_generated <= x.rows, "linear: num_generated must be between 0 and the rows of x");
     const std::lock_guard lock(mutex_);
     for (int64_t t = 0; t < x.rows; t += kMicroBatch) {
-        const int64_t rows = std::min(kMicroBatch, x.rows - t);
-        linear_rows({x.data + t * x.stride, rows, x.cols, x.stride}, weight, {out.data + t * out.stride, rows, out.cols, out.stride});
+        const int64_t rows = std::min(kMicroBatch, x.rows - t), generated = std::clamp(num_generated - t, int64_t(0), rows);
+        linear_rows({x.data + t * x.stride, rows, x.cols, x.stride}, weight, generated, {out.data + t * out.stride, rows, out.cols, out.stride});
     }
 }
 
-void Context::linear_rows(In x, const PackedWeight& weight, Out out) {
-    const int64_t blocks = (x.cols + kBlock - 1) / kBlock;
-    ActBlock* quantized = nullptr;
-    if (weight.quantized()) {
-        quantized = reinterpret_cast<ActBlock*>(scratch(x.rows * blocks * int64_t(sizeof(ActBlock))));
-        each_rows(x.rows, x.cols, [&](int64_t a, int64_t b) {
-            kernels_.quantize_rows(x.data + a * x.stride, x.stride, b - a, x.cols, quantized + a * blocks);
-        });
+// The rows of a micro-batch as integers: generated ones as bytes for 4-bit weights, whatever else is asked for wide.
+Context::Quantized Context::quantize(In x, const PackedWeight& weight, int64_t generated) {
+    bool four_bits = false, others = false;
+    for (const Segment& s : weight.segments()) {
+        four_bits |= s.layout == Layout::Q4B32;
+        others |= is_quantized(s.layout) && s.layout != Layout::Q4B32;
     }
+    if (!four_bits && !others) return {};
+    const int64_t blocks = (x.cols + kBlock - 1) / kBlock, num_bytes = four_bits ? generated : 0, first_wide = others ? 0 : generated;
+    ActBlock* bytes = reinterpret_cast<ActBlock*>(scratch((num_bytes + x.rows) * blocks * int64_t(sizeof(ActBlock))));
+    ActBlock* wide = bytes + num_bytes * blocks;
+    each_rows(x.rows, x.cols, [&](int64_t a, int64_t b) {
+        const auto rows = [&](int64_t from, int64_t to, Rounding rounding, ActBlock* out) {
+            if (from < to) kernels_.quantize_rows(x.data + from * x.stride, x.stride, to - from, x.cols, rounding, out + from * blocks);
+        };
+        rows(a, std::min(b, num_bytes), Rounding::Bytes, bytes);
+        rows(std::max(a, first_wide), b, Rounding::Wide, wide);
+    });
+    return {bytes, wide, blocks};
+}
+
+void Context::linear_rows(In x, const PackedWeight& weight, int64_t generated, Out out) {
+    const Quantized quantized = quantize(x, weight, generated);
     int64_t panels = 0;
     for (const Segment& s : weight.segments()) panels += s.panels;
-    // About eight items per thread, of whole groups of four panels; one item when there is next to nothing to do.
+    // A chunk of rows is of one kind. About eight items per thread, of whole groups of four panels; one item per chunk of
+    // rows when there is next to nothing to do.
+    const int64_t generated_chunks = (generated + kRowChunk - 1) / kRowChunk;
+    const int64_t row_chunks = generated_chunks + (x.rows - generated + kRowChunk - 1) / kRowChunk;
     const bool tiny = x.rows * x.cols * weight.columns() < 32768;
-    const int64_t wanted = tiny ? 1 : 8 * pool_.threads(), row_chunks = (x.rows + kRowChunk - 1) / kRowChunk;
-    const int64_t per_item = std::max<int64_t>(4, (panels * row_chunks / wanted + 3) / 4 * 4);
-    const int64_t panel_chunks = tiny ? 1 : (panels + per_item - 1) / per_item;
+    const int64_t per_item = tiny ? panels : std::max<int64_t>(4, (panels * row_chunks / (8 * pool_.threads()) + 3) / 4 * 4);
+    const int64_t panel_chunks = (panels + per_item - 1) / per_item;
     pool_.run(panel_chunks * row_chunks, [&](int64_t item) {
-        const int64_t t = item % row_chunks * kRowChunk, rows = std::min(kRowChunk, x.rows - t);
-        const int64_t first = tiny ? 0 : item / row_chunks * per_item, last = tiny ? panels : std::min(panels, first + per_item);
+        const int64_t chunk = item % row_chunks;
+        const bool is_generated = chunk < generated_chunks;
+        const int64_t t = is_generated ? chunk * kRowChunk : generated + (chunk - generated_chunks) * kRowChunk;
+        const int64_t rows = std::min(kRowChunk, (is_generated ? generated : x.rows) - t);
+        const int64_t first = item / row_chunks * per_item, last = std::min(panels, first + per_item);
         int64_t panel = 0, column = 0;
         for (size_t i = 0; i < weight.segments().size(); ++i) {
             const Segment& s = weight.segments()[i];
             const int64_t a = std::max(first - panel, int64_t(0)), b = std::min(last - panel, s.panels);
+            const Rounding rounding = is_generated && s.layout == Layout::Q4B32 ? Rounding::Bytes : Rounding::Wide;
             float* to = out.data + t * out.stride + column;
-            if (a < b && is_quantized(s.layout))
-                kernels_.linear_quantized(&s, quantized + t * blocks, blocks, rows, a, b, weight.bias(i), to, out.stride);
-            else if (a < b)
+            if (a < b && is_quantized(s.layout)) {
+                const ActBlock* from = (rounding == Rounding::Bytes ? quantized.bytes : quantized.wide) + t * quantized.blocks;
+                kernels_.linear_quantized(&s, from, quantized.blocks, rows, rounding, a, b, weight.bias(i), to, out.stride);
+            } else if (a < b) {
                 kernels_.linear_float(&s, x.data + t * x.stride, x.stride, rows, a, b, weight.bias(i), to, out.stride);
+            }
             panel += s.panels;
             column += s.columns;
         }

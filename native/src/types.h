@@ -24,9 +24,11 @@ constexpr int64_t kMaxHeadDim = 256;
 enum class Layout : int32_t { F32, F16, BF16, Q4B32, Q8B32, Q8B16 };
 enum class KvType : int32_t { F32, BF16, F16 };
 
-// An activation is a 15-bit integer, |q| <= kMaxActivation: what two planes of bytes hold, 128 * high + low, for the
-// levels whose products are of bytes.
-constexpr int32_t kMaxActivation = 127 * 128;
+// How finely activations are rounded (docs/numerics.md says which rows and weights get which).
+//   Wide   15-bit integers, |q| <= 127 * 128: what two planes of bytes hold, 128 * high + low, for the levels whose
+//          products are of bytes.
+//   Bytes  |q| <= 127.
+enum class Rounding : int32_t { Wide, Bytes };
 
 // 32 quantised activations: x[i] ~ scale * q[i].
 struct alignas(32) ActBlock {
@@ -87,9 +89,10 @@ struct Kernels {
     const char* name;
 
     // x [rows, k] -> blocks [rows, ceil(k / 32)]; the tail of the last block is zero.
-    void (*quantize_rows)(const float* x, int64_t stride, int64_t rows, int64_t k, ActBlock* out);
-    // Panels [panel0, panel1) of a quantised segment times `rows` quantised rows. out: column 0 of the segment.
-    void (*linear_quantized)(const Segment* segment, const ActBlock* x, int64_t blocks_per_row, int64_t rows,
+    void (*quantize_rows)(const float* x, int64_t stride, int64_t rows, int64_t k, Rounding rounding, ActBlock* out);
+    // Panels [panel0, panel1) of a quantised segment times `rows` rows, quantised with the given rounding (Bytes: 4-bit
+    // weights only). out: column 0 of the segment.
+    void (*linear_quantized)(const Segment* segment, const ActBlock* x, int64_t blocks_per_row, int64_t rows, Rounding rounding,
                              int64_t panel0, int64_t panel1, const float* bias, float* out, int64_t out_stride);
     // The same for float layouts, on float rows.
     void (*linear_float)(const Segment* segment, const float* x, int64_t stride, int64_t rows,

@@ -62,28 +62,40 @@ def test_linear(backends, isa, seed, layouts, rows, n, blocks, offset, zero, cut
         weight = ops.pack_linear(parts, bias)
         result = fresh(ops, rows).linear(x, weight, cut).copy()
         whole = result if whole is None else whole
-        assert same(result, whole), "the number of threads, or of generated rows, changed bits"
+        assert same(result, whole), "the number of threads changed bits"
         t = int(rng.integers(rows))
-        assert same(fresh(ops, 1).linear(x[t : t + 1], weight, 1), whole[t : t + 1]), "alone and in company differ"
-        pieces = [fresh(ops, len(p)).linear(p, weight, 0).copy() for p in (x[:cut], x[cut:])]
+        assert same(fresh(ops, 1).linear(x[t : t + 1], weight, int(t < cut)), whole[t : t + 1]), "alone and in company differ"
+        pieces = [fresh(ops, len(p)).linear(p, weight, len(p) * generated).copy() for p, generated in ((x[:cut], 1), (x[cut:], 0))]
         assert same(np.concatenate(pieces), whole), "chunks changed bits"
-        order = rng.permutation(rows)
-        assert same(fresh(ops, rows).linear(x[order], weight, 0), whole[order]), "the order of rows changed bits"
-    columns = fresh(backends[isa][0], rows).linear(x, backends[isa][0].pack_linear(parts[:1], bias[:n]), 0)
+        order = np.concatenate([rng.permutation(cut), cut + rng.permutation(rows - cut)])
+        assert same(fresh(ops, rows).linear(x[order], weight, cut), whole[order]), "the order of rows changed bits"
+    columns = fresh(backends[isa][0], rows).linear(x, backends[isa][0].pack_linear(parts[:1], bias[:n]), cut)
     assert same(columns, whole[:, :n]), "fusing weights changed bits"
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_linear_over_more_rows_than_a_micro_batch(backends, isa):
-    """Rows are quantised 512 at a time and dealt out 64 at a time."""
+    """Rows are quantised 512 at a time and dealt out 64 at a time, generated and prompt rows apart."""
     rng = np.random.default_rng(0)
     packed, _ = random_packed(rng, "q4_b32", 40, 64, offset=True)
     x = random_rows(rng, 1100, 64)
     ops = backends[isa][2]
     weight = ops.pack_linear([packed])
-    whole = fresh(ops, 1100).linear(x, weight, 0).copy()
-    for t in (0, 63, 64, 511, 512, 1023, 1024, 1099):
-        assert same(fresh(ops, 1).linear(x[t : t + 1], weight, 0), whole[t : t + 1])
+    for generated in (0, 5, 70, 512, 600, 1100):
+        whole = fresh(ops, 1100).linear(x, weight, generated).copy()
+        for t in (0, 4, 5, 63, 64, 69, 70, 511, 512, 599, 600, 1023, 1024, 1099):
+            assert same(fresh(ops, 1).linear(x[t : t + 1], weight, int(t < generated)), whole[t : t + 1])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_kind_of_a_row_matters_to_4_bit_weights_only(backends, isa, layout):
+    rng = np.random.default_rng(3)
+    packed, _ = random_packed(rng, layout, 40, 96)
+    x, ops = random_rows(rng, 6, 96), backends[isa][0]
+    weight = ops.pack_linear([packed])
+    prompt, generated = (fresh(ops, 6).linear(x, weight, n).copy() for n in (0, 6))
+    assert same(prompt, generated) is (layout != "q4_b32")
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -218,7 +230,7 @@ def test_levels_with_fused_arithmetic_agree():
             packed, _ = random_packed(local, layout, 45, 96, offset=layout[0] == "q", zero=8 if layout[0] == "q" else 0)
             weight, x = ops.pack_linear([packed]), random_rows(local, 13, 96)
             for rows in (1, 2, 4, 8, 13):
-                mine.append(fresh(ops, rows).linear(x[:rows], weight, 0).copy())
+                mine.append(fresh(ops, rows).linear(x[:rows], weight, rows // 2).copy())
         x = random_rows(local, 5, 90)
         fresh(ops, 5)
         mine += [ops.rms_norm(x, x[0], 1e-5).copy(), ops.silu_mul(x).copy()]

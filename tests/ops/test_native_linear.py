@@ -1,6 +1,6 @@
 """Native linear and embedding: the exact arithmetic of docs/numerics.md, extremes of every layout, hostile arguments.
 
-The oracle rounds activations to 15 bits per block of 32 itself and goes on in float64, so that what is left is float32 rounding:
+The oracle rounds activations per block of 32 itself, to 15 bits or 8, and goes on in float64, so that what is left is float32 rounding:
 a wrong scale, offset, zero or order of nibbles cannot hide behind quantisation noise.
 """
 
@@ -17,24 +17,31 @@ CpuOps = pytest.importorskip("octavo.ops.cpu").CpuOps
 LEVELS = _native.isa_levels()
 QUANTISED = ["q4_b32", "q8_b32", "q8_b16"]
 FLOATS = ["f32", "f16", "bf16"]
-#: The largest quantised activation: two planes of bytes, 128 * high + low.
-LARGEST = 127 * 128
+#: The largest quantised activation, and the largest where generated rows meet 4-bit weights.
+WIDE, BYTES = 127 * 128, 127
 
 
-def rounded_activations(x: np.ndarray) -> np.ndarray:
-    """x as the kernels see it: integers per block of 32 with scale amax / (127 * 128), float64. Float32 where the choice of q needs it."""
+def rounded_activations(x: np.ndarray, layout: str) -> np.ndarray:
+    """x as the kernels see it in `run`: integers per block of 32 with scale amax / largest, float64. Float32 where the choice of q needs it."""
     padded = np.zeros((x.shape[0], -(-x.shape[1] // 32) * 32), np.float32)
     padded[:, : x.shape[1]] = x
     blocks = padded.reshape(x.shape[0], -1, 32)
     amax = np.abs(blocks).max(axis=2, keepdims=True)
     safe = np.where(amax > 0, amax, 1).astype(np.float32)
-    q = np.rint(blocks * (np.float32(LARGEST) / safe)).astype(np.float64)
-    return (q * (safe / np.float32(LARGEST)).astype(np.float64)).reshape(padded.shape)[:, : x.shape[1]]
+    generated = np.arange(len(x)) < num_generated(len(x))
+    largest = np.where(generated & (layout == "q4_b32"), BYTES, WIDE).astype(np.float32)[:, None, None]
+    q = np.rint(blocks * (largest / safe)).astype(np.float64)
+    return (q * (safe / largest).astype(np.float64)).reshape(padded.shape)[:, : x.shape[1]]
+
+
+def num_generated(rows: int) -> int:
+    """Of the rows that `run` computes: the larger half."""
+    return (rows + 1) // 2
 
 
 def run(ops, x: np.ndarray, weight) -> np.ndarray:
     ops.begin_step(len(x))
-    return ops.linear(x, weight, len(x) // 2).copy()
+    return ops.linear(x, weight, num_generated(len(x))).copy()
 
 
 def close(result: np.ndarray, x: np.ndarray, matrix: np.ndarray, shift: np.ndarray | float = 0.0) -> None:
@@ -59,7 +66,7 @@ def test_quantised_weights_against_exact_activations(isa, layout, offset, scale_
     parts = np.abs(matrix) + scales * (128 + abs(zero))
     for rows in (1, 2, 3, 4, 7, 8, 13):
         x = (rng.standard_normal((rows, k)) * 10 ** rng.uniform(-3, 3, (rows, 1))).astype(np.float32)
-        seen = rounded_activations(x)
+        seen = rounded_activations(x, layout)
         allowed = 2e-6 * (np.abs(seen) @ parts.T + np.abs(bias))
         error = np.abs(run(ops, x, weight) - (seen @ matrix.T + bias))
         assert (error <= allowed).all(), f"{np.max(error / allowed):.3g} times what is allowed at {rows} rows"
@@ -72,7 +79,7 @@ def test_half_blocks_may_leave_half_an_activation_block(isa):
     packed, matrix = random_packed(rng, "q8_b16", 21, 48, offset=True, zero=2)
     ops = CpuOps(8, threads=1, isa=isa)
     x = rng.standard_normal((5, 48)).astype(np.float32)
-    close(run(ops, x, ops.pack_linear([packed])), rounded_activations(x), matrix)
+    close(run(ops, x, ops.pack_linear([packed])), rounded_activations(x, "q8_b16"), matrix)
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -134,7 +141,10 @@ def test_parts_of_different_layouts_and_odd_sizes(isa):
     assert (weight.k, weight.columns) == (64, 69)
     x = rng.standard_normal((6, 64)).astype(np.float32)
     result = run(ops, x, weight)
-    close(result[:, quantised], rounded_activations(x), matrix[quantised], bias[quantised])
+    columns = np.repeat(np.arange(5), [17, 5, 30, 16, 1])
+    for part, layout in ((0, "q4_b32"), (2, "q8_b16"), (4, "q4_b32")):
+        here = columns == part
+        close(result[:, here], rounded_activations(x, layout), matrix[here], bias[here])
     close(result[:, ~quantised], x, matrix[~quantised], bias[~quantised])
 
 
@@ -206,7 +216,7 @@ def test_weights_may_be_views_with_any_row_stride():
     assert np.array_equal(run(ops, x, ops.pack_linear([backwards])), expected[:, ::-1])
     for other in (spaced, unaligned):
         assert np.array_equal(run(ops, x, ops.pack_linear([other])), expected)
-    close(expected, rounded_activations(x), matrix)
+    close(expected, rounded_activations(x, "q4_b32"), matrix)
 
 
 def test_no_rows():
@@ -289,7 +299,7 @@ def test_bad_outputs_and_handles_are_refused():
     overlapping = np.lib.stride_tricks.as_strided(np.zeros(64, np.float32), (2, 16), (4, 4))
     for out in (np.zeros((2, 15), np.float32), np.zeros((3, 16), np.float32), np.zeros((2, 16), np.float64), read_only, overlapping):
         with pytest.raises((ValueError, TypeError)):
-            ops._context.linear(x, weight, out)
+            ops._context.linear(x, weight, 0, out)
     for handle in (None, x, object()):
         with pytest.raises((TypeError, AttributeError)):
             ops.linear(x, handle, 0)

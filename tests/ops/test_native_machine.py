@@ -150,14 +150,14 @@ def test_python_threads_may_share_one_context():
     inputs = [rng.standard_normal((1 + 7 * i, 256)).astype(np.float32) for i in range(4)]
     expected = [np.empty((len(x), 200), np.float32) for x in inputs]
     for x, out in zip(inputs, expected, strict=True):
-        context.linear(x, weight, out)
+        context.linear(x, weight, 0, out)
     wrong = []
 
     def work(x: np.ndarray, right: np.ndarray) -> None:
         out = np.empty_like(right)
         for _ in range(200):
             out[:] = 0
-            context.linear(x, weight, out)
+            context.linear(x, weight, 0, out)
             if not np.array_equal(out, right):
                 wrong.append(len(x))
 

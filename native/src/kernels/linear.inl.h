@@ -15,7 +15,7 @@ static inline CF fold(CF acc, CI dot, int32_t zero, int32_t sum, CF scales, floa
 }
 
 // R rows times a panel: kVectors registers of columns.
-template <Layout L, int R>
+template <Layout L, Rounding P, int R>
 static inline void quantized_tile(const Segment* s, const uint8_t* panel, const ActBlock* x, int64_t blocks_per_row, CF (*acc)[kVectors]) {
     constexpr bool nibbles = L == Layout::Q4B32, halves = L == Layout::Q8B16;
     const int32_t zero = s->zero + (nibbles ? 0 : kByteBias);
@@ -35,7 +35,7 @@ static inline void quantized_tile(const Segment* s, const uint8_t* panel, const 
 #pragma GCC unroll 2
         for (int h = 0; h < (halves ? 2 : 1); ++h) {
             CI dot[R][kVectors];
-            if constexpr (nibbles) dots_u4<R>(panel, rows, dot);
+            if constexpr (nibbles) dots_u4<P, R>(panel, rows, dot);
             else if constexpr (!halves) dots_s8<R, 0, 8>(panel, rows, dot);
             else if (h == 0) dots_s8<R, 0, 4>(panel, rows, dot);
             else dots_s8<R, 4, 8>(panel, rows, dot);
@@ -66,11 +66,11 @@ static inline void write_panel(float* out, const float* values, const float* bia
     }
 }
 
-template <Layout L, int R>
+template <Layout L, Rounding P, int R>
 static inline void quantized_rows(const Segment* s, int64_t p, const ActBlock* x, int64_t blocks_per_row, const float* bias,
                                   float* out, int64_t out_stride) {
     CF acc[R][kVectors];
-    quantized_tile<L, R>(s, s->data + p * s->panel_bytes, x, blocks_per_row, acc);
+    quantized_tile<L, P, R>(s, s->data + p * s->panel_bytes, x, blocks_per_row, acc);
     const int64_t left = s->columns - p * kPanel, columns = left < kPanel ? left : kPanel;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -82,31 +82,34 @@ static inline void quantized_rows(const Segment* s, int64_t p, const ActBlock* x
 }
 
 // As many tiles of R rows as there are rows left; returns the first row that is still to be done.
-template <Layout L, int R>
+template <Layout L, Rounding P, int R>
 static inline int64_t quantized_tiles(const Segment* s, int64_t p, const ActBlock* x, int64_t blocks_per_row, int64_t t, int64_t rows,
                                       const float* bias, float* out, int64_t out_stride) {
     for (; t + R <= rows; t += R)
-        quantized_rows<L, R>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
+        quantized_rows<L, P, R>(s, p, x + t * blocks_per_row, blocks_per_row, bias, out + t * out_stride, out_stride);
     return t;
 }
 
-template <Layout L>
+template <Layout L, Rounding P>
 static void quantized_panels(const Segment* s, const ActBlock* x, int64_t blocks_per_row, int64_t rows, int64_t panel0,
                              int64_t panel1, const float* bias, float* out, int64_t out_stride) {
     for (int64_t p = panel0; p < panel1; ++p) {
-        int64_t t = quantized_tiles<L, kRowTile>(s, p, x, blocks_per_row, 0, rows, bias, out, out_stride);
-        if constexpr (kRowTile > 4) t = quantized_tiles<L, 4>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
-        t = quantized_tiles<L, 3>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
-        t = quantized_tiles<L, 2>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
-        quantized_tiles<L, 1>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
+        int64_t t = quantized_tiles<L, P, kRowTile>(s, p, x, blocks_per_row, 0, rows, bias, out, out_stride);
+        if constexpr (kRowTile > 4) t = quantized_tiles<L, P, 4>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
+        t = quantized_tiles<L, P, 3>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
+        t = quantized_tiles<L, P, 2>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
+        quantized_tiles<L, P, 1>(s, p, x, blocks_per_row, t, rows, bias, out, out_stride);
     }
 }
 
-static void linear_quantized(const Segment* s, const ActBlock* x, int64_t blocks_per_row, int64_t rows, int64_t panel0,
-                             int64_t panel1, const float* bias, float* out, int64_t out_stride) {
-    if (s->layout == Layout::Q4B32) quantized_panels<Layout::Q4B32>(s, x, blocks_per_row, rows, panel0, panel1, bias, out, out_stride);
-    else if (s->layout == Layout::Q8B32) quantized_panels<Layout::Q8B32>(s, x, blocks_per_row, rows, panel0, panel1, bias, out, out_stride);
-    else quantized_panels<Layout::Q8B16>(s, x, blocks_per_row, rows, panel0, panel1, bias, out, out_stride);
+static void linear_quantized(const Segment* s, const ActBlock* x, int64_t blocks_per_row, int64_t rows, Rounding rounding,
+                             int64_t panel0, int64_t panel1, const float* bias, float* out, int64_t out_stride) {
+    constexpr Rounding kWide = Rounding::Wide, kBytes = Rounding::Bytes;
+    const auto panels = s->layout == Layout::Q8B32    ? quantized_panels<Layout::Q8B32, kWide>
+                        : s->layout == Layout::Q8B16  ? quantized_panels<Layout::Q8B16, kWide>
+                        : rounding == Rounding::Bytes ? quantized_panels<Layout::Q4B32, kBytes>
+                                                      : quantized_panels<Layout::Q4B32, kWide>;
+    panels(s, x, blocks_per_row, rows, panel0, panel1, bias, out, out_stride);
 }
 
 template <Layout L> static inline VF load_weights(const uint8_t* panel, int64_t i) {

@@ -73,9 +73,18 @@ static inline __m256i in_pairs(VI q) {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(q.a, q.b), 0xd8);
     return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(packed, 0xd8), 0xd8);
 }
-static inline void store_activations(VI q0, VI q1, int16_t* q) {
-    _mm256_store_si256((__m256i*)q, in_pairs(q0));
-    _mm256_store_si256((__m256i*)(q + 16), in_pairs(q1));
+static inline __m128i in_bytes(VI q) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(q.a, q.b), 0xd8);
+    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+// Wide: 32 integers of 16 bits in the order of in_pairs. Bytes: 32 bytes in order.
+template <Rounding P> static inline void store_activations(VI q0, VI q1, int16_t* q) {
+    if constexpr (P == Rounding::Bytes) {
+        _mm256_store_si256((__m256i*)q, _mm256_set_m128i(in_bytes(q1), in_bytes(q0)));
+    } else {
+        _mm256_store_si256((__m256i*)q, in_pairs(q0));
+        _mm256_store_si256((__m256i*)(q + 16), in_pairs(q1));
+    }
 }
 
 template <int R> static inline void clear_dots(CI (*d)[kVectors]) {
@@ -107,7 +116,47 @@ template <int R, typename Unpack>
     }
 }
 
-template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
+// Adds to the sums of R rows group number `group` of their bytes, four inputs, times the four weights of each column.
+// A product of the instruction is at most 2 * 15 * 127, and eight of them, a block's, still fit in its 16 bits.
+template <int R>
+[[gnu::always_inline]] static inline void add_bytes(const __m256i* weights, const ActBlock* const* x, int group, __m256i (*sums)[kVectors]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        int32_t four;
+        __builtin_memcpy(&four, (const int8_t*)x[r]->q + 4 * group, 4);
+        const __m256i all = _mm256_set1_epi32(four);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+            sums[r][v] = _mm256_add_epi16(sums[r][v], _mm256_maddubs_epi16(weights[v], all));
+            asm("" : "+x"(sums[r][v]));  // as in add_pair
+        }
+    }
+}
+
+template <int R> static inline void dots_u4_bytes(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    clear_dots<R>(d);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j, w += 64) {
+        __m256i bytes[kVectors], weights[kVectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+            bytes[v] = _mm256_loadu_si256((const __m256i*)(w + 32 * v));
+            weights[v] = _mm256_and_si256(bytes[v], nibble);
+        }
+        add_bytes<R>(weights, x, j, d);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) weights[v] = _mm256_and_si256(_mm256_srli_epi16(bytes[v], 4), nibble);
+        add_bytes<R>(weights, x, j + 4, d);
+    }
+    const __m256i one = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) d[r][v] = _mm256_madd_epi16(d[r][v], one);
+}
+
+template <int R> static inline void dots_u4_wide(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
     const __m256i nibble = _mm256_set1_epi16(15);
     clear_dots<R>(d);
 #pragma GCC unroll 4
@@ -117,6 +166,11 @@ template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* co
         add_pair<R>(w, x, 2 * j + 8, d, [&](__m256i bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble); });
         add_pair<R>(w, x, 2 * j + 9, d, [](__m256i bytes) { return _mm256_srli_epi16(bytes, 12); });
     }
+}
+
+template <Rounding P, int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
+    if constexpr (P == Rounding::Bytes) dots_u4_bytes<R>(w, x, d);
+    else dots_u4_wide<R>(w, x, d);
 }
 
 constexpr int32_t kByteBias = 0;

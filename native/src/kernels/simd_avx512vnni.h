@@ -54,7 +54,7 @@ static inline CF cf_fma(CF x, CF y, CF z) { return vf_fma(x, y, z); }
 static inline CF cf_from_int(CI x) { return _mm512_cvtepi32_ps(x); }
 static inline CI ci_sub_set1(CI x, int32_t y) { return _mm512_sub_epi32(x, _mm512_set1_epi32(y)); }
 
-// The products are of bytes, so the q are two planes of 32 bytes, first all high, then all low: q = 128 * high + low with
+// The products are of bytes, so wide q are two planes of 32 bytes, first all high, then all low: q = 128 * high + low with
 // |high| <= 127 and low in [-64, 63]. Two integer dot products, exact both, give what one on 16-bit integers would.
 constexpr int kPlaneBits = 7;
 static inline void store_planes(VI q, int8_t* high) {
@@ -62,9 +62,15 @@ static inline void store_planes(VI q, int8_t* high) {
     _mm_storeu_si128((__m128i*)high, _mm512_cvtsepi32_epi8(h));
     _mm_storeu_si128((__m128i*)(high + 32), _mm512_cvtsepi32_epi8(vi_sub(q, vi_shl<kPlaneBits>(h))));
 }
-static inline void store_activations(VI q0, VI q1, int16_t* q) {
-    store_planes(q0, (int8_t*)q);
-    store_planes(q1, (int8_t*)q + 16);
+template <Rounding P> static inline void store_activations(VI q0, VI q1, int16_t* q) {
+    int8_t* bytes = (int8_t*)q;
+    if constexpr (P == Rounding::Bytes) {
+        _mm_storeu_si128((__m128i*)bytes, _mm512_cvtsepi32_epi8(q0));
+        _mm_storeu_si128((__m128i*)(bytes + 16), _mm512_cvtsepi32_epi8(q1));
+    } else {
+        store_planes(q0, bytes);
+        store_planes(q1, bytes + 16);
+    }
 }
 
 // Four consecutive bytes of a plane in every 32-bit lane.
@@ -76,7 +82,8 @@ static inline __m512i four_of(const ActBlock* x, int plane, int group) {
 
 static inline CI join_planes(CI high, CI low) { return _mm512_add_epi32(_mm512_slli_epi32(high, kPlaneBits), low); }
 
-template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
+template <Rounding P, int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
+    constexpr bool planes = P == Rounding::Wide;
     const __m512i nibble = _mm512_set1_epi8(15);
     __m512i high[R], low[R];
 #pragma GCC unroll 8
@@ -90,12 +97,14 @@ template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* co
         for (int r = 0; r < R; ++r) {
             high[r] = _mm512_dpbusd_epi32(high[r], first, four_of(x[r], 0, j));
             high[r] = _mm512_dpbusd_epi32(high[r], second, four_of(x[r], 0, j + 4));
-            low[r] = _mm512_dpbusd_epi32(low[r], first, four_of(x[r], 1, j));
-            low[r] = _mm512_dpbusd_epi32(low[r], second, four_of(x[r], 1, j + 4));
+            if constexpr (planes) {
+                low[r] = _mm512_dpbusd_epi32(low[r], first, four_of(x[r], 1, j));
+                low[r] = _mm512_dpbusd_epi32(low[r], second, four_of(x[r], 1, j + 4));
+            }
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) d[r][0] = join_planes(high[r], low[r]);
+    for (int r = 0; r < R; ++r) d[r][0] = planes ? join_planes(high[r], low[r]) : high[r];
 }
 
 // VNNI multiplies unsigned by signed bytes: the weight's sign bit is flipped, w + 128, and the caller takes 128 times

@@ -75,13 +75,13 @@ static inline CF cf_from_int(CI a) { CF r; OCTAVO_EACH r.v[i] = (float)a.v[i]; r
 static inline CI ci_sub_set1(CI a, int32_t x) { OCTAVO_EACH a.v[i] -= x; return a; }
 
 // What ActBlock::q holds is the level's own choice. Here: the 32 q in order.
-static inline void store_activations(VI q0, VI q1, int16_t* q) {
+template <Rounding P> static inline void store_activations(VI q0, VI q1, int16_t* q) {
     OCTAVO_EACH { q[i] = (int16_t)q0.v[i]; q[16 + i] = (int16_t)q1.v[i]; }
 }
 
 // Integer dot products of a panel's columns with R rows over a block of 4-bit weights. w: the block's bytes,
 // [4][16 columns][4]; low nibbles are inputs 4j.., high nibbles inputs 16 + 4j...
-template <int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
+template <Rounding P, int R> static inline void dots_u4(const uint8_t* w, const ActBlock* const* x, CI (*d)[kVectors]) {
     for (int r = 0; r < R; ++r) {
         d[r][0] = vi_set1(0);
         for (int j = 0; j < 4; ++j)

@@ -120,13 +120,10 @@ class CpuOps:
         self._context.add(x, y)
 
     def linear(self, x: Float32Array, weight: _native.PackedWeight, num_generated: int) -> Float32Array:
-        """Both kinds of rows use the same arithmetic here: activations rounded to 15 bits per block of 32 for
-        quantised weights, float32 for float weights. num_generated is therefore only checked."""
-        rows = x.shape[0]
-        if not 0 <= num_generated <= rows:
-            raise ValueError(f"num_generated must be between 0 and {rows}, got {num_generated}")
-        out: Float32Array = self.arena.take(rows, weight.columns)
-        self._context.linear(x, weight, out)
+        """Float weights: float32. Quantised ones: activations rounded per block of 32, to 8 bits where generated rows meet 4-bit
+        weights, else to 15. ValueError for num_generated outside [0, T]."""
+        out: Float32Array = self.arena.take(x.shape[0], weight.columns)
+        self._context.linear(x, weight, num_generated, out)
         return out
 
     def silu_mul(self, gate_up: Float32Array) -> Float32Array:
