@@ -63,6 +63,7 @@ public:
     void embedding(Vector<const int32_t> ids, const PackedWeight& weight, Out out);
 
     void rms_norm(In x, Vector<const float> weight, float eps, Out out);
+    void add_rms_norm(Out x, In y, Vector<const float> weight, float eps, Out out);  // x += y, then rms_norm
     void add(Out x, In y);
     void silu_mul(In gate_up, Out out);
     void take_rows(In x, Vector<const int32_t> rows, Out out);
@@ -72,6 +73,9 @@ public:
     void attend(In q, const KvPool& kv, int64_t layer, const AttendBatch& batch, const AttendOptions& options, Out out);
 
     void copy_blocks(KvPool& kv, Vector<const int64_t> sources, Vector<const int64_t> targets);
+
+    // While it lives, the workers do not park: a sequence of operations follows.
+    ThreadPool::Busy keep_spinning() { return ThreadPool::Busy(pool_); }
 
 private:
     uint8_t* scratch(int64_t bytes);

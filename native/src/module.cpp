@@ -38,6 +38,15 @@ void rms_norm(Context& context, const In2& x, const Array1<const float>& weight,
     context.rms_norm(from, w, eps, to);
 }
 
+void add_rms_norm(Context& context, const Out2& x, const In2& y, const Array1<const float>& weight, float eps, const Out2& out) {
+    const Out sum = matrix(x, "x");
+    const In from = matrix(y, "y");
+    const auto w = vector(weight, "weight");
+    const Out to = matrix(out, "out");
+    const nb::gil_scoped_release nogil;
+    context.add_rms_norm(sum, from, w, eps, to);
+}
+
 void add(Context& context, const Out2& x, const In2& y) {
     const Out to = matrix(x, "x");
     const In from = matrix(y, "y");
@@ -95,9 +104,12 @@ void bind_context(nb::module_& m) {
     context.def_prop_ro("isa", [](const Context& c) { return std::string(c.isa()); });
     context.def_prop_ro("threads", &Context::threads);
     bind_packing(context);
+    bind_program(m, context);
     context.def("linear", &linear, nb::arg("x").noconvert(), nb::arg("weight"), nb::arg("num_generated"), nb::arg("out").noconvert());
     context.def("embedding", &embedding, nb::arg("token_ids").noconvert(), nb::arg("weight"), nb::arg("out").noconvert());
     context.def("rms_norm", &rms_norm, nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"), nb::arg("out").noconvert());
+    context.def("add_rms_norm", &add_rms_norm, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"),
+                nb::arg("out").noconvert());
     context.def("add", &add, nb::arg("x").noconvert(), nb::arg("y").noconvert());
     context.def("silu_mul", &silu_mul, nb::arg("gate_up").noconvert(), nb::arg("out").noconvert());
     context.def("take_rows", &take_rows, nb::arg("x").noconvert(), nb::arg("rows").noconvert(), nb::arg("out").noconvert());

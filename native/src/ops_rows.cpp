@@ -25,15 +25,32 @@ void Context::rms_norm(In x, Vector<const float> weight, float eps, Out out) {
     });
 }
 
+namespace {
+void add_row(float* x, const float* y, int64_t cols) {
+    for (int64_t i = 0; i < cols; ++i) x[i] += y[i];
+}
+}  // namespace
+
+// A row at a time, so that the norm finds the sum in cache; the bits are those of the two operations.
+void Context::add_rms_norm(Out x, In y, Vector<const float> weight, float eps, Out out) {
+    require(x.rows == y.rows && x.cols == y.cols, "add_rms_norm: x and y must have the same shape");
+    require(out.rows == x.rows && out.cols == x.cols, "add_rms_norm: out must have the shape of x");
+    require(weight.size == x.cols && x.cols > 0, "add_rms_norm: weight must have one value per column");
+    const std::lock_guard lock(mutex_);
+    each_rows(x.rows, x.cols, [&](int64_t a, int64_t b) {
+        for (int64_t t = a; t < b; ++t) {
+            float* sum = x.data + t * x.stride;
+            add_row(sum, y.data + t * y.stride, x.cols);
+            kernels_.rms_norm(sum, x.stride, 1, x.cols, weight.data, eps, out.data + t * out.stride, out.stride);
+        }
+    });
+}
+
 void Context::add(Out x, In y) {
     require(x.rows == y.rows && x.cols == y.cols, "add_: both arrays must have the same shape");
     const std::lock_guard lock(mutex_);
     each_rows(x.rows, x.cols, [&](int64_t a, int64_t b) {
-        for (int64_t t = a; t < b; ++t) {
-            float* to = x.data + t * x.stride;
-            const float* from = y.data + t * y.stride;
-            for (int64_t i = 0; i < x.cols; ++i) to[i] += from[i];
-        }
+        for (int64_t t = a; t < b; ++t) add_row(x.data + t * x.stride, y.data + t * y.stride, x.cols);
     });
 }
 

@@ -78,13 +78,16 @@ bool ThreadPool::wait_for_job(uint32_t last_epoch) {
         return (state & kOpen) && uint32_t(state >> 32) != last_epoch;
     };
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
-    do {
+    for (;;) {
         for (int i = 0; i < 64; ++i) {
             if (ready()) return true;
             if (stop_.load(std::memory_order_relaxed)) return false;
             pause();
         }
-    } while (std::chrono::steady_clock::now() < deadline);
+        if (std::chrono::steady_clock::now() < deadline) continue;
+        if (busy_.load(std::memory_order_relaxed) == 0) break;
+        sched_yield();
+    }
     for (;;) {
         // The caller publishes the job, then looks at parked_; this thread counts itself, then looks for a job. Whatever
         // the order, one of the two sees the other.

@@ -1,5 +1,5 @@
 // The workers of one context. Between the operations of a step they spin, so that an operation starts in well under a
-// microsecond; after a while without work they park.
+// microsecond; after a while without work they park, unless the caller has said that more is coming (Busy).
 //
 // A job is a number of items and a function; threads take items from an atomic counter, the caller included, and the
 // caller returns when all items are done. A worker that wakes late finds the job closed: nobody ever waits for a
@@ -33,6 +33,18 @@ public:
         run_job(items, [](const void* f, int64_t item) { (*static_cast<const F*>(f))(item); }, &function);
     }
 
+    // Between the jobs of a life of this object workers do not park; where processors are scarce they yield.
+    class Busy {
+    public:
+        explicit Busy(ThreadPool& pool) : pool_(pool) { pool_.busy_.fetch_add(1, std::memory_order_relaxed); }
+        ~Busy() { pool_.busy_.fetch_sub(1, std::memory_order_relaxed); }
+        Busy(const Busy&) = delete;
+        Busy& operator=(const Busy&) = delete;
+
+    private:
+        ThreadPool& pool_;
+    };
+
     int threads() const { return int(workers_->size()) + 1; }
 
 private:
@@ -52,6 +64,7 @@ private:
     alignas(64) std::atomic<uint32_t> wake_{0};
     std::atomic<uint32_t> parked_{0};
     std::atomic<bool> stop_{false};
+    std::atomic<int> busy_{0};
 
     std::vector<std::thread>* workers_;
     pid_t owner_;

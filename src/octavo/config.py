@@ -67,6 +67,7 @@ class EngineConfig:
     max_waiting_requests: int = _setting(10_000, "requests queued before new ones are refused")
     max_stalled_steps: int = _setting(8, "most steps in a row a running stream or the first waiting prompt gets nothing")
     enable_prefix_caching: bool = _setting(True, "share KV blocks of equal prefixes")
+    replay: bool = _setting(True, "replay the recorded native calls of a step in one call; off: call each from Python, with the same bits")
     seed: int | None = _setting(None, "base seed of requests that bring none")
     event_history: int = _setting(4096, "steps whose events are kept in memory")
 
@@ -87,5 +88,6 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name in _OPTIONAL):
                 raise ConfigError(f"{name} must be text, got {shown(value)}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(f"enable_prefix_caching must be true or false, got {shown(self.enable_prefix_caching)}")
+        for name in ("enable_prefix_caching", "replay"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {shown(getattr(self, name))}")

@@ -138,6 +138,9 @@ class EngineCore:
             raise
         self._note_times(event, scheduled - event.time, executed - scheduled, perf_counter() - executed)
         event.timings.update(result.timings)
+        event.replayed = result.replayed
+        self._stats.steps_replayed += result.replayed
+        self._stats.steps_eager += bool(output.entries) and not result.replayed
         self._record(event, before)
         return early + deltas
 

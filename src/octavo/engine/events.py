@@ -38,6 +38,8 @@ class StepEvent:
     blocks_shared: int = 0
     blocks_copied: int = 0
     blocks_evicted: int = 0
+    #: The forward pass was replayed (settings: replay).
+    replayed: bool = False
     running: int = 0
     waiting: int = 0
     #: Seconds by part: schedule, execute, update, and what the executor reports of its own.

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 class EngineStats:
     #: Counters.
     steps: int = 0
+    #: Forward passes replayed by one native call, and those whose operations were called one by one.
+    steps_replayed: int = 0
+    steps_eager: int = 0
     requests_added: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0

@@ -123,5 +123,7 @@ class StepResult:
     prompt_logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     #: A fault of one request (non-finite logits): it ends with this text, its neighbours go on.
     errors: dict[str, str] = field(default_factory=dict)
+    #: The forward pass was a recorded one, replayed by one native call.
+    replayed: bool = False
     #: Seconds by part of the step (prepare, forward, sample), for events and `bench latency --breakdown`.
     timings: dict[str, float] = field(default_factory=dict)

@@ -29,8 +29,7 @@ class DecoderLayer:
         with self.ops.arena.scope():
             attn_out = self.attn(self.input_norm(x), batch)
             tap(self.ops, batch, f"{self.name}.attn", attn_out)
-            self.ops.add_(x, attn_out)
-            mlp_out = self.mlp(self.post_norm(x), batch)
+            mlp_out = self.mlp(self.post_norm.after_add(x, attn_out), batch)
             tap(self.ops, batch, f"{self.name}.mlp", mlp_out)
             self.ops.add_(x, mlp_out)
         tap(self.ops, batch, self.name, x)

@@ -14,3 +14,7 @@ class RMSNorm:
     def __call__(self, x: Array) -> Array:
         """float32 [T, N] -> [T, N]."""
         return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def after_add(self, x: Array, y: Array) -> Array:
+        """The norm of x + y, float32 [T, N]; the sum replaces x."""
+        return self.ops.add_rms_norm(x, y, self.weight, self.eps)

@@ -14,7 +14,7 @@ Not here: policy (which backend: registry.py), anything about requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -120,6 +120,19 @@ class ForwardBatch:
         return int(self.token_ids.shape[0])
 
 
+class Replayer(Protocol):
+    """Records the forward pass of a step, up to its logits, and replays it with the same bits, checks and errors."""
+
+    def replay(self, batch: ForwardBatch) -> Array | None:
+        """float32 [R, vocab] for any number of rows, after `begin_step`; None where no recording holds: `record` then.
+        Raises what the ops would."""
+        ...
+
+    def record(self, batch: ForwardBatch, forward: Callable[[], Array]) -> Array:
+        """What `forward` gives, whose ops are recorded while they run. If they cannot be, one log line says why."""
+        ...
+
+
 class Ops(Protocol):
     """See the module's text for the conventions. T, S, R, G as in ForwardBatch; D head size, H query heads, KH KV heads."""
 
@@ -133,6 +146,10 @@ class Ops(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """For `doctor`: device, ISA level, threads, and the like; JSON-able."""
+        ...
+
+    def replayer(self) -> Replayer | None:
+        """A new one; None where steps can only run eagerly."""
         ...
 
     # -- weights, once at load -----------------------------------------------------------------------------------
@@ -171,6 +188,10 @@ class Ops(Protocol):
         """float32 [T, N]: x / sqrt(mean(x^2) + eps) * weight along the last axis (Zhang & Sennrich 2019).
 
         A row whose mean leaves float32 is NaN, not the zeros of a division by infinity: the damage must show."""
+        ...
+
+    def add_rms_norm(self, x: Array, y: Array, weight: Array, eps: float) -> Array:
+        """x += y in place, then rms_norm of the sum: the bits of `add_` and `rms_norm`, in one pass."""
         ...
 
     def add_(self, x: Array, y: Array) -> None:

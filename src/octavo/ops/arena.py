@@ -87,6 +87,15 @@ class Arena:
         self._position = found[1]
         return found[0]
 
+    def take_at(self, position: int, rows: int, cols: int | Shape, dtype: Any = np.float32) -> Any:
+        """What a take at `position` gives; the next one comes after it."""
+        self._position = position
+        return self.take(rows, cols, dtype)
+
+    def position_of(self, array: Any) -> int | None:
+        """Where the take began that gave this very array (not a part of it); None if none did."""
+        return next((key[0] for key, (taken, _) in self._views.items() if taken is array), None)
+
     def scope(self) -> _Scope:
         """`with arena.scope():` gives back on exit whatever was taken inside."""
         return _Scope(self)
@@ -102,6 +111,11 @@ class Arena:
             self.capacity_rows = 1 << (rows - 1).bit_length()  # doubling: few growths, whatever the row counts
             self.epoch += 1
             self._views.clear()
+
+    @property
+    def buffers(self) -> list[Any]:
+        """All chunks, in the order they were added."""
+        return [buffer for _, _, buffer in self._chunks]
 
     @property
     def reserved_bytes(self) -> int:

@@ -14,7 +14,7 @@ from octavo.ops.layout import BLOCK
 #: Ops that hand private objects to one another (packed weights, rotary tables, KV pools) must come from one backend.
 OP_GROUPS: tuple[tuple[str, ...], ...] = (
     ("pack_linear", "linear", "embedding"),
-    ("pack_vector", "rms_norm"),
+    ("pack_vector", "rms_norm", "add_rms_norm"),
     ("rope_table", "rope_kv_write", "attend", "kv_block_bytes", "alloc_kv", "copy_blocks", "export_block", "import_block"),
     ("add_",),
     ("silu_mul",),

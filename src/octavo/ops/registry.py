@@ -64,6 +64,9 @@ class MixedOps:
     def describe(self) -> dict[str, Any]:
         return {**self._main.describe(), "overrides": {op: name for op, name in self.choices.items() if name != self.name}}
 
+    def replayer(self) -> None:
+        return None
+
     def begin_step(self, num_rows: int) -> None:
         for ops in self._parts:
             ops.begin_step(num_rows)

@@ -139,6 +139,8 @@ class _EngineCollector(Collector):
         counters: tuple[tuple[str, str, float], ...] = (
             ("engine_restarts", "Times the engine's process was started again", self._engine.restarts()),
             ("engine_steps", "Steps of the engine", stats.steps),
+            ("engine_steps_replayed", "Forward passes replayed by one native call", stats.steps_replayed),
+            ("engine_steps_eager", "Forward passes whose operations were called one by one", stats.steps_eager),
             ("prompt_tokens", "Prompt tokens computed (not those found in the prefix cache)", stats.prompt_tokens_computed),
             ("generation_tokens", "Tokens generated", stats.tokens_sampled),
             ("prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache", stats.prefix_query_tokens),

@@ -41,7 +41,7 @@ class LocalExecutor:
         try:
             weights = load_weights(files, specs, self.ops, progress)
             model = build_model(tables, self.ops, weights)
-            self.runner: ModelRunner | None = ModelRunner(model, self.ops, (spec,), model_config.vocab_size)
+            self.runner: ModelRunner | None = ModelRunner(model, self.ops, (spec,), model_config.vocab_size, config.replay)
         except MemoryError as error:
             raise ConfigError(f"not enough memory for weights and KV pool of {files.name}: lower kv_cache_memory ({error})") from None
         self._info = ExecutorInfo(

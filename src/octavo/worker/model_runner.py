@@ -25,8 +25,9 @@ NON_FINITE = "the model produced logits that are not finite"
 
 
 class ModelRunner:
-    def __init__(self, model: Model, ops: Ops, kv_specs: tuple[KVSpec, ...], vocab_size: int) -> None:
+    def __init__(self, model: Model, ops: Ops, kv_specs: tuple[KVSpec, ...], vocab_size: int, replay: bool = True) -> None:
         self.model = model
+        self._replayer = ops.replayer() if replay else None
         self.ops = ops
         self.kv = tuple(ops.alloc_kv(spec) for spec in kv_specs)
         self.input_batch = InputBatch([spec.block_size for spec in kv_specs], vocab_size)
@@ -42,12 +43,36 @@ class ModelRunner:
         batch = self.input_batch.build(output.entries, self.kv, taps)
         self.ops.begin_step(batch.num_rows)
         prepared = perf_counter()
-        hidden = self.model.forward(self.ops.to_device(batch))
-        forwarded = perf_counter()
-        self._logits_and_tokens(output.entries, batch, hidden, result)
+        if taps is not None or self._wants_prompt_logprobs(output.entries):
+            hidden = self.model.forward(self.ops.to_device(batch))
+            forwarded = perf_counter()
+            self._logits_and_tokens(output.entries, batch, hidden, result)
+        else:
+            logits, result.replayed = self.forward(batch)
+            forwarded = perf_counter()
+            sampling = [entry for entry in output.entries if entry.sample]
+            if sampling:
+                self._sample(sampling, self.ops.to_numpy(logits), result)
         done = perf_counter()
         result.timings = {"prepare": prepared - started, "forward": forwarded - prepared, "sample": done - forwarded}
         return result
+
+    def forward(self, batch: ForwardBatch) -> tuple[Array, bool]:
+        """Logits [R, vocab] of batch.logits_rows (nothing of use where there are none), and whether they were replayed."""
+        if self._replayer is None:
+            return self._eager(batch), False
+        logits = self._replayer.replay(batch)
+        if logits is not None:
+            return logits, True
+        return self._replayer.record(batch, lambda: self._eager(batch)), False
+
+    def _eager(self, batch: ForwardBatch) -> Array:
+        hidden = self.model.forward(self.ops.to_device(batch))
+        return self.model.logits(hidden, batch.num_generated_logits) if batch.logits_rows.shape[0] else hidden
+
+    def _wants_prompt_logprobs(self, entries: list[ScheduledEntry]) -> bool:
+        requests = self.input_batch.requests
+        return any(e.kind is TokenKind.PROMPT and requests[e.request_id].prompt_logprobs is not None for e in entries)
 
     def _copy_blocks(self, copies: list[BlockCopy]) -> None:
         for group, kv in enumerate(self.kv):

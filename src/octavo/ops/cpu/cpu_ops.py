@@ -20,6 +20,7 @@ from octavo.errors import ConfigError
 from octavo.model_config import RopeConfig
 from octavo.ops.api import ForwardBatch, KVSpec, OpNeeds, PackedTensor
 from octavo.ops.arena import Arena
+from octavo.ops.cpu.replay import StepReplayer, check_generated
 from octavo.ops.needs import common_reasons
 from octavo.ops.rope import rope_cos_sin
 
@@ -56,6 +57,13 @@ class CpuOps:
         """What no backend can do (ops/needs.py), and the limits of the KV kernels."""
         reasons = common_reasons(op, needs)
         return reasons + _kv_limits(needs) if op in _KV_OPS else reasons
+
+    def replayer(self) -> StepReplayer:
+        return StepReplayer(self._context, self.arena, self._swap_context)
+
+    def _swap_context(self, context: Any) -> None:
+        """`context` receives the calls of every op from now on."""
+        self._context = context
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -114,6 +122,11 @@ class CpuOps:
     def rms_norm(self, x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
         out: Float32Array = self.arena.take(x.shape[0], x.shape[1])
         self._context.rms_norm(x, weight, eps, out)
+        return out
+
+    def add_rms_norm(self, x: Float32Array, y: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
+        out: Float32Array = self.arena.take(x.shape[0], x.shape[1])
+        self._context.add_rms_norm(x, y, weight, eps, out)
         return out
 
     def add_(self, x: Float32Array, y: Float32Array) -> None:

@@ -55,6 +55,9 @@ class ReferenceOps:
     def supports(self, op: str, needs: OpNeeds) -> list[str]:
         return common_reasons(op, needs)
 
+    def replayer(self) -> None:
+        return None
+
     def describe(self) -> dict[str, Any]:
         return {"backend": self.name, "device": "cpu", "numpy": np.__version__}
 
@@ -93,6 +96,10 @@ class ReferenceOps:
         np.divide(x, np.sqrt(mean_square + np.float32(eps)), out=out)
         out *= weight
         return out
+
+    def add_rms_norm(self, x: Float32Array, y: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
+        self.add_(x, y)
+        return self.rms_norm(x, weight, eps)
 
     def add_(self, x: Float32Array, y: Float32Array) -> None:
         x += y

@@ -58,6 +58,9 @@ class TorchOps:
     def supports(self, op: str, needs: OpNeeds) -> list[str]:
         return common_reasons(op, needs)
 
+    def replayer(self) -> None:
+        return None
+
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
         return {"backend": self.name, "device": str(self.device), "device_name": name, "torch": torch.__version__,
@@ -98,6 +101,10 @@ class TorchOps:
         mean_square.masked_fill_(mean_square.isinf(), float("nan"))
         torch.mul(x, torch.rsqrt(mean_square + eps), out=out)
         return out.mul_(weight)
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self.add_(x, y)
+        return self.rms_norm(x, weight, eps)
 
     def add_(self, x: Tensor, y: Tensor) -> None:
         x.add_(y)

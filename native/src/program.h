@@ -1,0 +1,78 @@
+// A recorded step: the operations of one forward pass, replayed by one call for any number of rows.
+//
+// An operand is an array of the step's arena, whose address does not depend on row counts (octavo/ops/arena.py), so what is
+// recorded of it is its address, its columns, and which of two counts its rows are: all rows of the batch, or those whose
+// logits are wanted. The arrays of the batch are operands of the replay. Operations run through Context's own methods,
+// with the same checks and the same bits as when they are called one by one.
+//
+// Owner: the Python object StepReplayer (octavo/ops/cpu/replay.py), which also keeps weights, pools and arena alive. Not
+// here: when a recording no longer holds. No Python in here: bind_program.cpp converts.
+#pragma once
+#include <functional>
+#include <map>
+#include <vector>
+
+#include "context.h"
+
+namespace octavo {
+
+// The arrays of a ForwardBatch that operations read (octavo/ops/api.py).
+struct BatchArrays {
+    Vector<const int32_t> token_ids, positions, query_start_loc, logits_rows;
+    std::vector<Vector<const int64_t>> slots;           // of each KV group
+    std::vector<Matrix<const int32_t>> block_tables;    // of each KV group
+};
+
+class Program {
+public:
+    // capacity_rows: room of every arena array. batch: the one recorded with, by which operations' arguments are recognised.
+    Program(int64_t capacity_rows, BatchArrays batch) : capacity_rows_(capacity_rows), batch_(std::move(batch)) {}
+
+    // Memory that operands may lie in.
+    void add_chunk(const void* data, int64_t bytes);
+
+    // Each appends the operation of that name with the arguments it was just called with; `out` is a whole array of the
+    // arena. std::invalid_argument for what cannot be replayed. A new operation is one more method of this kind.
+    void embedding(Vector<const int32_t> ids, const PackedWeight& weight, Out out);
+    void linear(In x, const PackedWeight& weight, Out out);
+    void rms_norm(In x, Vector<const float> weight, float eps, Out out);
+    void add_rms_norm(Out x, In y, Vector<const float> weight, float eps, Out out);
+    void add(Out x, In y);
+    void silu_mul(In gate_up, Out out);
+    void take_rows(In x, Vector<const int32_t> rows, Out out);
+    void rope_kv_write(In qkv, const RopeTable& rope, KvPool& kv, int64_t layer, Vector<const int32_t> positions,
+                       Vector<const int64_t> slots, int64_t num_heads, Out q);
+    void attend(In q, const KvPool& kv, int64_t layer, const AttendBatch& batch, const AttendOptions& options, Out out);
+
+    // Runs all operations; between_ops is called after each. Throws what the operations throw, and
+    // std::invalid_argument for a batch beyond the capacity.
+    void replay(Context& context, const BatchArrays& batch, const std::function<void()>& between_ops) const;
+
+    int64_t size() const { return int64_t(ops_.size()); }
+
+private:
+    enum class Count { Tokens, Logits };
+    struct Operand {
+        float* data;
+        int64_t cols, stride;
+        Count count;
+        Out of(const BatchArrays& b) const { return {data, count == Count::Tokens ? b.token_ids.size : b.logits_rows.size, cols, stride}; }
+        operator Count() const { return count; }
+    };
+    using BatchVector = Vector<const int32_t> BatchArrays::*;
+
+    Operand written(const float* data, int64_t cols) const;
+    Operand input(In x) const { return written(x.data, x.cols); }
+    Operand output(Out out, Count count);
+    BatchVector recognise(Vector<const int32_t> array, const char* name) const;
+    size_t group_of(Vector<const int64_t> slots) const;
+    size_t group_of(Matrix<const int32_t> block_table) const;
+
+    int64_t capacity_rows_;
+    BatchArrays batch_;
+    std::map<uintptr_t, int64_t> chunks_;    // first byte -> bytes
+    std::map<uintptr_t, Operand> arrays_;    // first byte -> what operations wrote there last
+    std::vector<std::function<void(Context&, const BatchArrays&)>> ops_;
+};
+
+}  // namespace octavo
