@@ -51,7 +51,8 @@ void bind_program(nb::module_& m, nb::class_<Context>& context) {
                             const Ints& logits_rows, const std::vector<Longs>& slots, const std::vector<Table>& block_tables) {
             if (capacity_rows < 1) refuse("capacity_rows", "must be at least 1");
             new (self) Program(capacity_rows, batch_of(token_ids, positions, query_start_loc, logits_rows, slots, block_tables));
-        })
+        }, nb::arg("capacity_rows"), nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(), nb::arg("query_start_loc").noconvert(),
+             nb::arg("logits_rows").noconvert(), nb::arg("slot_mapping").noconvert(), nb::arg("block_tables").noconvert())
         .def("add_chunk", [](Program& p, const Array1<uint8_t>& chunk) { p.add_chunk(chunk.data(), int64_t(chunk.shape(0))); },
              nb::keep_alive<1, 2>(), nb::arg("chunk").noconvert())
         .def("embedding", [](Program& p, const Ints& ids, const PackedWeight& weight, const Out2& out) {
@@ -62,10 +63,11 @@ void bind_program(nb::module_& m, nb::class_<Context>& context) {
         }, nb::keep_alive<1, 3>())
         .def("rms_norm", [](Program& p, const In2& x, const Floats& weight, float eps, const Out2& out) {
             p.rms_norm(matrix(x, "x"), vector(weight, "weight"), eps, matrix(out, "out"));
-        }, nb::keep_alive<1, 3>())
+        }, nb::keep_alive<1, 3>(), nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"), nb::arg("out").noconvert())
         .def("add_rms_norm", [](Program& p, const Out2& x, const In2& y, const Floats& weight, float eps, const Out2& out) {
             p.add_rms_norm(matrix(x, "x"), matrix(y, "y"), vector(weight, "weight"), eps, matrix(out, "out"));
-        }, nb::keep_alive<1, 4>())
+        }, nb::keep_alive<1, 4>(), nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"),
+             nb::arg("out").noconvert())
         .def("add", [](Program& p, const Out2& x, const In2& y) { p.add(matrix(x, "x"), matrix(y, "y")); })
         .def("silu_mul", [](Program& p, const In2& gate_up, const Out2& out) { p.silu_mul(matrix(gate_up, "gate_up"), matrix(out, "out")); })
         .def("take_rows", [](Program& p, const In2& x, const Ints& rows, const Out2& out) {
@@ -83,7 +85,7 @@ void bind_program(nb::module_& m, nb::class_<Context>& context) {
         }, nb::keep_alive<1, 3>())
         .def("__len__", &Program::size);
     context.def("replay", &replay, nb::arg("program"), nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
-                nb::arg("query_start_loc").noconvert(), nb::arg("logits_rows").noconvert(), nb::arg("slot_mapping"), nb::arg("block_tables"));
+                nb::arg("query_start_loc").noconvert(), nb::arg("logits_rows").noconvert(), nb::arg("slot_mapping").noconvert(), nb::arg("block_tables").noconvert());
 }
 
 }  // namespace octavo

@@ -217,3 +217,24 @@ def test_threads_and_levels_of_batching(load, mixed):
     for settings in ({"threads": 1}, {"max_num_seqs": 3}, {"max_decode_batch_size": 2, "max_prefill_batch_size": 1}):
         engine = load(num_kv_blocks=300, **settings)
         assert all_exact(engine.run(work[:12])) == expected[:12]
+
+
+def test_replayed_and_eager(load, mixed):
+    """`mixed` was computed with steps replayed; here every operation is called from Python."""
+    work, expected = mixed
+    engine = load(num_kv_blocks=400, replay=False)
+    assert all_exact(engine.run(work)) == expected
+    stats = engine.core.stats
+    assert stats.steps_replayed == 0 and stats.steps_eager == stats.steps > 10
+    engine = load(num_kv_blocks=400)
+    assert all_exact(engine.run(work[:8])) == expected[:8]
+    stats, events = engine.core.stats, engine.core.events.recent(None)
+    assert stats.steps_eager == 1 and stats.steps_replayed == stats.steps - 1 > 10
+    assert [event.replayed for event in events] == [False, *[True] * stats.steps_replayed]
+
+
+def test_steps_with_prompt_logprobs_are_eager(load):
+    engine = load(num_kv_blocks=100)
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1)
+    engine.run([([1000] * 20, ONE_TOKEN), ([1000] * 20, params)])
+    assert [event.replayed for event in engine.core.events.recent(None)] == [False, False, True, True]

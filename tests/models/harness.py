@@ -14,7 +14,7 @@ import numpy as np
 from octavo.config import EngineConfig
 from octavo.engine.scheduler_output import NewRequest, ScheduledEntry, SchedulerOutput, TokenKind
 from octavo.loading.source import resolve_source
-from octavo.ops.api import Taps
+from octavo.ops.api import ForwardBatch, Taps
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import LocalExecutor
 
@@ -48,12 +48,12 @@ class Sequences:
         self.held[name] = self.done[name] = 0
         self.prompt_len[name] = num_prompt
 
-    def step(self, work: Sequence[tuple[str, int]], taps: Taps | None = None) -> dict[str, np.ndarray]:
-        """Computes the next `count` tokens of each named sequence in one batch; their logits, float32 [count, V]."""
+    def batch(self, work: Sequence[tuple[str, int]], taps: Taps | None = None) -> tuple[list[ScheduledEntry], ForwardBatch]:
+        """The next `count` tokens of each named sequence as one batch that wants the logits of every row."""
         entries = []
         for name, count in work:
             start, end = self.done[name], self.done[name] + count
-            needed = -(-end // self.block_size) - self.held[name]
+            needed = max(0, -(-end // self.block_size) - self.held[name])
             self.held[name] += needed
             kind = TokenKind.PROMPT if start < self.prompt_len[name] else TokenKind.GENERATED
             assert kind is TokenKind.GENERATED or end <= self.prompt_len[name]
@@ -65,6 +65,11 @@ class Sequences:
         batch = self.runner.input_batch.build(entries, self.runner.kv, taps)
         batch.logits_rows = np.arange(batch.num_rows, dtype=np.int32)
         batch.num_generated_logits = batch.num_generated
+        return entries, batch
+
+    def step(self, work: Sequence[tuple[str, int]], taps: Taps | None = None) -> dict[str, np.ndarray]:
+        """Computes the next `count` tokens of each named sequence in one batch; their logits, float32 [count, V]."""
+        entries, batch = self.batch(work, taps)
         ops = self.executor.ops
         ops.begin_step(batch.num_rows)
         hidden = self.runner.model.forward(ops.to_device(batch))

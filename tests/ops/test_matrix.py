@@ -164,6 +164,23 @@ def test_add_in_place_is_one_rounding(backend, cols):
 
 
 @every_backend
+@pytest.mark.parametrize("cols", [1, 15, 64, 77])
+def test_add_and_norm_in_one_have_the_bits_of_both(backend, cols):
+    rng = np.random.default_rng(cols)
+    ops = backend.build()
+    weight = ops.pack_vector(rng.standard_normal(cols).astype(np.float32))
+    for rows in ROWS:
+        x, y = strided(rng, rows, cols), strided(rng, rows, cols)
+        wide, total = x.base, backend.array(x + y)
+        device_x = backend.array(x)
+        ops.begin_step(rows)
+        expected = ops.to_numpy(ops.rms_norm(total, weight, 1e-5)).copy()
+        np.testing.assert_array_equal(ops.to_numpy(ops.add_rms_norm(device_x, backend.array(y), weight, 1e-5)), expected)
+        np.testing.assert_array_equal(ops.to_numpy(device_x), ops.to_numpy(total))
+        assert np.isnan(wide[:, :4]).all() and np.isnan(wide[:, 4 + cols :]).all()  # nothing beside it was touched
+
+
+@every_backend
 def test_take_rows(backend):
     rng = np.random.default_rng(0)
     ops = backend.build()

@@ -69,7 +69,7 @@ def make(caplog, **settings):
 def test_every_op_of_the_protocol_is_in_one_group():
     from octavo.ops.api import Ops
 
-    infrastructure = {"supports", "describe", "begin_step", "to_device", "to_numpy"}
+    infrastructure = {"supports", "describe", "replayer", "begin_step", "to_device", "to_numpy"}
     methods = {name for name in vars(Ops) if not name.startswith("_")} - infrastructure
     assert methods - {"name", "arena"} == set(OP_NAMES) and len(set(OP_NAMES)) == len(OP_NAMES)
 
