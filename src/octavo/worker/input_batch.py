@@ -58,11 +58,41 @@ class RunningRequest:
         self.num_blocks[group] = end
 
 
+class StepArrays:
+    """The arrays of a step by name, kept from step to step; they double when they are too small."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._tables: dict[int, npt.NDArray[np.int32]] = {}
+        self._counting = np.arange(_FIRST_CAPACITY, dtype=np.int32)
+
+    def take(self, name: str, size: int, dtype: type = np.int32) -> npt.NDArray[Any]:
+        """[size], uninitialised."""
+        array = self._arrays.get(name)
+        if array is None or array.shape[0] < size:
+            array = self._arrays[name] = np.empty(max(_FIRST_CAPACITY, 2 * size), dtype)
+        return array[:size]
+
+    def table(self, group: int, rows: int, columns: int) -> npt.NDArray[np.int32]:
+        """int32 [rows, columns]: block numbers of earlier steps, at first zeros."""
+        table = self._tables.get(group)
+        if table is None or table.shape[0] < rows or table.shape[1] < columns:
+            table = self._tables[group] = np.zeros((max(_FIRST_CAPACITY, 2 * rows), max(_FIRST_CAPACITY, 2 * columns)), np.int32)
+        return table[:rows, :columns]
+
+    def counting(self, end: int) -> npt.NDArray[np.int32]:
+        """int32 [end]: 0, 1, ...; to be read only."""
+        if end > self._counting.shape[0]:
+            self._counting = np.arange(2 * end, dtype=np.int32)
+        return self._counting[:end]
+
+
 class InputBatch:
     def __init__(self, block_sizes: Sequence[int], vocab_size: int) -> None:
         self.block_sizes = tuple(block_sizes)
         self.vocab_size = vocab_size
         self.requests: dict[str, RunningRequest] = {}
+        self._arrays = StepArrays()
 
     def apply(self, output: SchedulerOutput) -> None:
         """Forget dropped requests, take up new ones, lengthen block tables."""
@@ -77,33 +107,32 @@ class InputBatch:
                     request.append_blocks(group, block_ids)
 
     def build(self, entries: Sequence[ScheduledEntry], kv: tuple[Any, ...], taps: Taps | None = None) -> ForwardBatch:
-        """The flat arrays of a step, on the CPU. Shapes: ops/api.py, ForwardBatch."""
-        num_segments = len(entries)
-        lengths = np.fromiter((e.num_tokens for e in entries), dtype=np.int32, count=num_segments)
-        starts = np.fromiter((e.start for e in entries), dtype=np.int32, count=num_segments)
-        query_start_loc = np.zeros(num_segments + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        num_rows = int(query_start_loc[-1])
-        token_ids = np.empty(num_rows, dtype=np.int32)
+        """The flat arrays of a step, on the CPU, valid until the next call. Shapes: ops/api.py, ForwardBatch."""
         requests = [self.requests[e.request_id] for e in entries]
-        for row, entry, request in zip(query_start_loc.tolist(), entries, requests, strict=False):
-            token_ids[row : row + entry.num_tokens] = request.tokens[entry.start : entry.start + entry.num_tokens]
-        segment = np.repeat(np.arange(num_segments, dtype=np.int32), lengths)
-        positions = np.arange(num_rows, dtype=np.int32) - (query_start_loc[:-1] - starts)[segment]
-        tables = tuple(self._block_table(requests, group) for group in range(len(self.block_sizes)))
-        slots = tuple(
-            table[segment, positions // size].astype(np.int64) * size + positions % size
-            for table, size in zip(tables, self.block_sizes, strict=True)
-        )
+        num_segments, num_rows = len(entries), sum(e.num_tokens for e in entries)
+        arrays = self._arrays
+        token_ids, query_start_loc = arrays.take("token_ids", num_rows), arrays.take("query_start_loc", num_segments + 1)
+        positions, seq_lens = arrays.take("positions", num_rows), arrays.take("seq_lens", num_segments)
+        row = query_start_loc[0] = 0
+        for i, (entry, request) in enumerate(zip(entries, requests, strict=True)):
+            start, count = entry.start, entry.num_tokens
+            first, row = row, row + count
+            query_start_loc[i + 1], seq_lens[i] = row, start + count
+            if count == 1:  # most entries of most steps: single values are cheaper than slices
+                token_ids[first], positions[first] = request.tokens[start], start
+            else:
+                token_ids[first:row] = request.tokens[start : start + count]
+                positions[first:row] = arrays.counting(start + count)[start:]
         num_generated = sum(e.num_tokens for e in entries if e.kind is TokenKind.GENERATED)
         logits_rows = self._logits_rows(entries, requests, query_start_loc)
+        groups = range(len(self.block_sizes))
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
             query_start_loc=query_start_loc,
-            seq_lens=starts + lengths,
-            block_tables=tables,
-            slot_mapping=slots,
+            seq_lens=seq_lens,
+            block_tables=tuple(self._block_table(requests, group) for group in groups),
+            slot_mapping=tuple(self._slots(entries, requests, group, num_rows) for group in groups),
             num_generated=num_generated,
             logits_rows=logits_rows,
             num_generated_logits=int(np.searchsorted(logits_rows, num_generated)),
@@ -112,12 +141,29 @@ class InputBatch:
         )
 
     def _block_table(self, requests: Sequence[RunningRequest], group: int) -> npt.NDArray[np.int32]:
+        """int32 [S, most blocks]; past a request's own blocks stands whatever an earlier step left there: valid, but unused."""
         width = max((r.num_blocks[group] for r in requests), default=0)
-        table = np.zeros((len(requests), width), dtype=np.int32)
+        table = self._arrays.table(group, len(requests), width)
         for row, request in enumerate(requests):
             count = request.num_blocks[group]
             table[row, :count] = request.tables[group][:count]
         return table
+
+    def _slots(
+        self, entries: Sequence[ScheduledEntry], requests: Sequence[RunningRequest], group: int, num_rows: int
+    ) -> npt.NDArray[np.int64]:
+        """int64 [T]: block * block size + offset of each row."""
+        size, slots = self.block_sizes[group], self._arrays.take(f"slots {group}", num_rows, np.int64)
+        row = 0
+        for entry, request in zip(entries, requests, strict=True):
+            start, count, table = entry.start, entry.num_tokens, request.tables[group]
+            first, row = row, row + count
+            if count == 1:
+                slots[first] = int(table[start // size]) * size + start % size
+            else:
+                positions = self._arrays.counting(start + count)[start:]
+                slots[first:row] = table[positions // size].astype(np.int64) * size + positions % size
+        return slots
 
     @staticmethod
     def _logits_rows(
