@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import batch_sizes, client_overhead, load
+from benchmarks import batch_sizes, client_overhead, load, python_share
 from benchmarks.health_poll import HealthPoll
 from benchmarks.process_memory import resident_mib
 from octavo.bench.client import RequestRecord
@@ -92,3 +92,15 @@ def test_health_is_polled_by_another_process():
         with HealthPoll(server.url) as poll:
             pass
         assert poll.figures["not_200"][0] == "503"
+
+
+def test_python_share(tmp_path):
+    output = tmp_path / "share.json"
+    assert python_share.main(["--rounds", "2", "--steps", "3", "--prompt", "5", "--output", str(output)]) == 0
+    results = json.loads(output.read_text())["results"]
+    assert results["replayed"]["native calls a step"]["runs"] == [1, 1]
+    assert min(results["eager"]["native calls a step"]["runs"]) > 30 * 9
+    for figures in results.values():
+        whole, outside = figures["ms a step"]["runs"], figures["ms outside native calls"]["runs"]
+        assert all(0 < part < all_of_it for part, all_of_it in zip(outside, whole, strict=True))
+        assert figures["share of Python"]["runs"] == pytest.approx([a / b for a, b in zip(outside, whole, strict=True)], abs=2e-3)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.ops.api import Taps
+from octavo.ops.api import KVSpec, Taps
 from tests.models import harness
 from tests.tiny_models import write_tiny
 
@@ -116,6 +116,22 @@ def test_recorded_again_when_the_arena_grows(tiny):
     for count in (1, 3, 4, 5, 8, 1, 30, 2, 100):
         pair.step([("a", count)])
     assert pair.replays == [False, True, True, False, True, True, False, True, False]
+    pair.check_kv()
+
+
+def test_recorded_again_for_another_pool(tiny):
+    """A replay into the pool of the recording would write where nobody looks."""
+    pair = Pair(tiny["llama, 4-bit"])
+    pair.add("a", list(range(80)), 80)
+    pair.step([("a", 20)])
+    for executor in pair.executors:
+        (old,) = executor.runner.kv
+        executor.runner.kv = (executor.ops.alloc_kv(KVSpec(3, 256, 16, 2, 16, "bf16")),)
+        for block in range(256):
+            executor.ops.import_block(executor.runner.kv[0], block, executor.ops.export_block(old, block))
+    for _ in range(2):
+        pair.step([("a", 20)])
+    assert pair.replays == [False, False, True]
     pair.check_kv()
 
 
@@ -301,10 +317,11 @@ def test_taps_see_every_layer_although_steps_are_replayed(tiny):
 
 
 @pytest.mark.parametrize("backend", ["reference", "mixed"])
-def test_other_backends_run_eagerly(tiny, backend):
+def test_other_backends_run_eagerly(tiny, backend, caplog):
     kind = {"backend": "reference"} if backend == "reference" else {"backend": "cpu", "op_backends": "silu_mul=reference"}
-    executor = harness.load(tiny["llama, 4-bit"], **kind)
-    assert executor.ops.replayer() is None
+    with caplog.at_level(logging.INFO, "octavo"):
+        executor = harness.load(tiny["llama, 4-bit"], **kind)
+    assert ("steps run eagerly: with ops of cpu and reference" in caplog.text) == (backend == "mixed")
     sequences = harness.Sequences(executor)
     sequences.add("a", [1, 2, 3, 4])
     for _ in range(2):

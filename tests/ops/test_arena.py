@@ -86,6 +86,20 @@ def test_a_repeated_take_is_the_same_object():
     assert arena.take(3, 5) is first
 
 
+@given(TAKES.filter(bool), st.integers(0, 19), st.integers(0, 40))
+def test_a_take_is_found_again_by_its_position(takes, which, rows):
+    """... for another number of rows, at the same address, with the same takes after it."""
+    arena = Arena(40, chunk_bytes=1 << 14)
+    arrays = [arena.take(*take) for take in takes]
+    which %= len(takes)
+    position = arena.position_of(arrays[which])
+    again = arena.take_at(position, rows, *takes[which][1:])
+    assert address(again) == address(arrays[which]) and again.shape[0] == rows
+    assert [address(arena.take(*take)) for take in takes[which + 1 :]] == [address(array) for array in arrays[which + 1 :]]
+    assert arena.position_of(arrays[which][:0]) is None and arena.position_of(np.zeros(3)) is None  # a part, and a stranger
+    assert sum(buffer.nbytes for buffer in arena.buffers) == arena.reserved_bytes
+
+
 def test_more_rows_than_capacity_grow_it_and_keep_living_arrays():
     arena = Arena(4, chunk_bytes=1 << 12)
     kept = arena.take(4, 8)

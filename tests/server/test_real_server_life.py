@@ -126,7 +126,8 @@ def test_logs_and_metrics_hold_no_text(keyed):
 def test_metrics_count_what_happened(real):
     names = ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "request_latency_seconds_count",
              "request_queue_seconds_count", "request_prompt_tokens_sum", "request_generation_tokens_sum", "generation_tokens_total",
-             "decode_batch_size_count", "prefix_cache_query_tokens_total")  # fmt: skip
+             "decode_batch_size_count", "prefix_cache_query_tokens_total", "engine_steps_replayed_total",
+             "engine_steps_eager_total")  # fmt: skip
     before = {name: real.metric(f"octavo_{name}") for name in names}
     usage = real.post(CHAT, chat(max_tokens=9, ignore_eos=True)).json()["usage"]
     wait_for(lambda: real.metric("octavo_generation_tokens_total") > before["generation_tokens_total"], "metrics of the engine")
@@ -138,6 +139,7 @@ def test_metrics_count_what_happened(real):
     assert change["request_prompt_tokens_sum"] == change["prefix_cache_query_tokens_total"] == usage["prompt_tokens"]
     assert change["request_generation_tokens_sum"] == change["generation_tokens_total"] == 9
     assert change["decode_batch_size_count"] == 8
+    assert change["engine_steps_replayed_total"] >= 8 and change["engine_steps_eager_total"] <= 1
 
 
 def test_openapi_describes_the_bodies(real):

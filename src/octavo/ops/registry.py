@@ -65,6 +65,9 @@ class MixedOps:
         return {**self._main.describe(), "overrides": {op: name for op, name in self.choices.items() if name != self.name}}
 
     def replayer(self) -> None:
+        logging.getLogger("octavo").info(
+            "steps run eagerly: with ops of %s they are not recorded", " and ".join(ops.name for ops in self._parts)
+        )
         return None
 
     def begin_step(self, num_rows: int) -> None:
