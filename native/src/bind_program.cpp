@@ -20,18 +20,18 @@ using Longs = Array1<const int64_t>;
 using Table = Array2<const int32_t>;
 constexpr auto kSignalPeriod = std::chrono::milliseconds(50);
 
-BatchArrays batch_of(const Ints& token_ids, const Ints& positions, const Ints& query_start_loc, const Ints& logits_rows,
-                     const std::vector<Longs>& slots, const std::vector<Table>& block_tables) {
-    BatchArrays batch{vector(token_ids, "token_ids"), vector(positions, "positions"), vector(query_start_loc, "query_start_loc"),
-                      vector(logits_rows, "rows"), {}, {}};
+BatchInputs batch_of(const Ints& token_ids, const Ints& positions, const Ints& query_start_loc, const Ints& logits_rows,
+                     const std::vector<Longs>& slots, const std::vector<Table>& block_tables, int64_t num_generated, int64_t num_generated_logits) {
+    BatchInputs batch{vector(token_ids, "token_ids"), vector(positions, "positions"), vector(query_start_loc, "query_start_loc"),
+                      vector(logits_rows, "rows"), {}, {}, num_generated, num_generated_logits};
     for (const Longs& s : slots) batch.slots.push_back(vector(s, "slot_mapping"));
     for (const Table& t : block_tables) batch.block_tables.push_back(matrix(t, "block_table"));
     return batch;
 }
 
 void replay(Context& context, const Program& program, const Ints& token_ids, const Ints& positions, const Ints& query_start_loc,
-            const Ints& logits_rows, const std::vector<Longs>& slots, const std::vector<Table>& block_tables) {
-    const BatchArrays batch = batch_of(token_ids, positions, query_start_loc, logits_rows, slots, block_tables);
+            const Ints& logits_rows, const std::vector<Longs>& slots, const std::vector<Table>& block_tables, int64_t num_generated, int64_t num_generated_logits) {
+    const BatchInputs batch = batch_of(token_ids, positions, query_start_loc, logits_rows, slots, block_tables, num_generated, num_generated_logits);
     const nb::gil_scoped_release nogil;
     auto looked = std::chrono::steady_clock::now();
     program.replay(context, batch, [&] {
@@ -48,18 +48,19 @@ void replay(Context& context, const Program& program, const Ints& token_ids, con
 void bind_program(nb::module_& m, nb::class_<Context>& context) {
     nb::class_<Program>(m, "Program", "The operations of a forward pass, for Context.replay. Keeps alive whatever they read.")
         .def("__init__", [](Program* self, int64_t capacity_rows, const Ints& token_ids, const Ints& positions, const Ints& query_start_loc,
-                            const Ints& logits_rows, const std::vector<Longs>& slots, const std::vector<Table>& block_tables) {
+                            const Ints& logits_rows, const std::vector<Longs>& slots, const std::vector<Table>& block_tables, int64_t num_generated, int64_t num_generated_logits) {
             if (capacity_rows < 1) refuse("capacity_rows", "must be at least 1");
-            new (self) Program(capacity_rows, batch_of(token_ids, positions, query_start_loc, logits_rows, slots, block_tables));
+            new (self) Program(capacity_rows, batch_of(token_ids, positions, query_start_loc, logits_rows, slots, block_tables, num_generated, num_generated_logits));
         }, nb::arg("capacity_rows"), nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(), nb::arg("query_start_loc").noconvert(),
-             nb::arg("logits_rows").noconvert(), nb::arg("slot_mapping").noconvert(), nb::arg("block_tables").noconvert())
+             nb::arg("logits_rows").noconvert(), nb::arg("slot_mapping").noconvert(), nb::arg("block_tables").noconvert(),
+             nb::arg("num_generated"), nb::arg("num_generated_logits"))
         .def("add_chunk", [](Program& p, const Array1<uint8_t>& chunk) { p.add_chunk(chunk.data(), int64_t(chunk.shape(0))); },
              nb::keep_alive<1, 2>(), nb::arg("chunk").noconvert())
         .def("embedding", [](Program& p, const Ints& ids, const PackedWeight& weight, const Out2& out) {
             p.embedding(vector(ids, "token_ids"), weight, matrix(out, "out"));
         }, nb::keep_alive<1, 3>())
-        .def("linear", [](Program& p, const In2& x, const PackedWeight& weight, const Out2& out) {
-            p.linear(matrix(x, "x"), weight, matrix(out, "out"));
+        .def("linear", [](Program& p, const In2& x, const PackedWeight& weight, int64_t num_generated, const Out2& out) {
+            p.linear(matrix(x, "x"), weight, num_generated, matrix(out, "out"));
         }, nb::keep_alive<1, 3>())
         .def("rms_norm", [](Program& p, const In2& x, const Floats& weight, float eps, const Out2& out) {
             p.rms_norm(matrix(x, "x"), vector(weight, "weight"), eps, matrix(out, "out"));
@@ -85,7 +86,8 @@ void bind_program(nb::module_& m, nb::class_<Context>& context) {
         }, nb::keep_alive<1, 3>())
         .def("__len__", &Program::size);
     context.def("replay", &replay, nb::arg("program"), nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
-                nb::arg("query_start_loc").noconvert(), nb::arg("logits_rows").noconvert(), nb::arg("slot_mapping").noconvert(), nb::arg("block_tables").noconvert());
+                nb::arg("query_start_loc").noconvert(), nb::arg("logits_rows").noconvert(), nb::arg("slot_mapping").noconvert(), nb::arg("block_tables").noconvert(),
+             nb::arg("num_generated"), nb::arg("num_generated_logits"));
 }
 
 }  // namespace octavo

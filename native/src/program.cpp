@@ -40,7 +40,7 @@ Program::Operand Program::output(Out out, Count count) {
 }
 
 Program::BatchVector Program::recognise(Vector<const int32_t> array, const char* name) const {
-    for (BatchVector member : {&BatchArrays::token_ids, &BatchArrays::positions, &BatchArrays::query_start_loc, &BatchArrays::logits_rows})
+    for (BatchVector member : {&BatchInputs::token_ids, &BatchInputs::positions, &BatchInputs::query_start_loc, &BatchInputs::logits_rows})
         if ((batch_.*member).data == array.data && (batch_.*member).size == array.size) return member;
     throw std::invalid_argument(std::string(name) + " is not an array of the batch");
 }
@@ -58,42 +58,44 @@ size_t Program::group_of(Matrix<const int32_t> table) const {
 }
 
 void Program::embedding(Vector<const int32_t> ids, const PackedWeight& weight, Out out) {
-    require(recognise(ids, "token_ids") == &BatchArrays::token_ids, "embedding: only the token ids of the batch can be replayed");
+    require(recognise(ids, "token_ids") == &BatchInputs::token_ids, "embedding: only the token ids of the batch can be replayed");
     const Operand to = output(out, Count::Tokens);
-    ops_.push_back([=, &weight](Context& c, const BatchArrays& b) { c.embedding(b.token_ids, weight, to.of(b)); });
+    ops_.push_back([=, &weight](Context& c, const BatchInputs& b) { c.embedding(b.token_ids, weight, to.of(b)); });
 }
 
-void Program::linear(In x, const PackedWeight& weight, Out out) {
-    const Operand from = input(x), to = output(out, from);
-    ops_.push_back([=, &weight](Context& c, const BatchArrays& b) { c.linear(read_only(from.of(b)), weight, to.of(b)); });
+void Program::linear(In x, const PackedWeight& weight, int64_t num_generated, Out out) {
+    const Operand from = input(x);
+    require(num_generated == from.generated(batch_), "num_generated is not that of the batch");
+    const Operand to = output(out, from);
+    ops_.push_back([=, &weight](Context& c, const BatchInputs& b) { c.linear(read_only(from.of(b)), weight, from.generated(b), to.of(b)); });
 }
 
 void Program::rms_norm(In x, Vector<const float> weight, float eps, Out out) {
     const Operand from = input(x), to = output(out, from);
-    ops_.push_back([=](Context& c, const BatchArrays& b) { c.rms_norm(read_only(from.of(b)), weight, eps, to.of(b)); });
+    ops_.push_back([=](Context& c, const BatchInputs& b) { c.rms_norm(read_only(from.of(b)), weight, eps, to.of(b)); });
 }
 
 void Program::add_rms_norm(Out x, In y, Vector<const float> weight, float eps, Out out) {
     const Operand sum = written(x.data, x.cols), from = input(y), to = output(out, sum);
     require(sum.count == from.count, "add_rms_norm: the operands have different rows");
-    ops_.push_back([=](Context& c, const BatchArrays& b) { c.add_rms_norm(sum.of(b), read_only(from.of(b)), weight, eps, to.of(b)); });
+    ops_.push_back([=](Context& c, const BatchInputs& b) { c.add_rms_norm(sum.of(b), read_only(from.of(b)), weight, eps, to.of(b)); });
 }
 
 void Program::add(Out x, In y) {
     const Operand sum = written(x.data, x.cols), from = input(y);
     require(sum.count == from.count, "add: the operands have different rows");
-    ops_.push_back([=](Context& c, const BatchArrays& b) { c.add(sum.of(b), read_only(from.of(b))); });
+    ops_.push_back([=](Context& c, const BatchInputs& b) { c.add(sum.of(b), read_only(from.of(b))); });
 }
 
 void Program::silu_mul(In gate_up, Out out) {
     const Operand from = input(gate_up), to = output(out, from);
-    ops_.push_back([=](Context& c, const BatchArrays& b) { c.silu_mul(read_only(from.of(b)), to.of(b)); });
+    ops_.push_back([=](Context& c, const BatchInputs& b) { c.silu_mul(read_only(from.of(b)), to.of(b)); });
 }
 
 void Program::take_rows(In x, Vector<const int32_t> rows, Out out) {
-    require(recognise(rows, "rows") == &BatchArrays::logits_rows, "take_rows: only the logits_rows of the batch can be replayed");
+    require(recognise(rows, "rows") == &BatchInputs::logits_rows, "take_rows: only the logits_rows of the batch can be replayed");
     const Operand from = input(x), to = output(out, Count::Logits);
-    ops_.push_back([=](Context& c, const BatchArrays& b) { c.take_rows(read_only(from.of(b)), b.logits_rows, to.of(b)); });
+    ops_.push_back([=](Context& c, const BatchInputs& b) { c.take_rows(read_only(from.of(b)), b.logits_rows, to.of(b)); });
 }
 
 void Program::rope_kv_write(In qkv, const RopeTable& rope, KvPool& kv, int64_t layer, Vector<const int32_t> positions,
@@ -101,7 +103,7 @@ void Program::rope_kv_write(In qkv, const RopeTable& rope, KvPool& kv, int64_t l
     const BatchVector where = recognise(positions, "positions");
     const size_t group = group_of(slots);
     const Operand from = input(qkv), to = output(q, from);
-    ops_.push_back([=, &rope, &kv](Context& c, const BatchArrays& b) {
+    ops_.push_back([=, &rope, &kv](Context& c, const BatchInputs& b) {
         c.rope_kv_write(read_only(from.of(b)), rope, kv, layer, b.*where, b.slots[group], num_heads, to.of(b));
     });
 }
@@ -110,12 +112,12 @@ void Program::attend(In q, const KvPool& kv, int64_t layer, const AttendBatch& b
     const BatchVector positions = recognise(batch.positions, "positions"), starts = recognise(batch.query_start_loc, "query_start_loc");
     const size_t group = group_of(batch.block_table);
     const Operand from = input(q), to = output(out, from);
-    ops_.push_back([=, &kv](Context& c, const BatchArrays& b) {
+    ops_.push_back([=, &kv](Context& c, const BatchInputs& b) {
         c.attend(read_only(from.of(b)), kv, layer, {b.*positions, b.*starts, b.block_tables[group]}, options, to.of(b));
     });
 }
 
-void Program::replay(Context& context, const BatchArrays& batch, const std::function<void()>& between_ops) const {
+void Program::replay(Context& context, const BatchInputs& batch, const std::function<void()>& between_ops) const {
     require(batch.token_ids.size <= capacity_rows_ && batch.logits_rows.size <= capacity_rows_, "replay: the batch has more rows than were recorded for");
     require(batch.slots.size() == batch_.slots.size() && batch.block_tables.size() == batch_.block_tables.size(),
             "replay: the batch has another number of KV groups");

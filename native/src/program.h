@@ -16,17 +16,18 @@
 
 namespace octavo {
 
-// The arrays of a ForwardBatch that operations read (octavo/ops/api.py).
-struct BatchArrays {
+// What operations read of a ForwardBatch (octavo/ops/api.py).
+struct BatchInputs {
     Vector<const int32_t> token_ids, positions, query_start_loc, logits_rows;
     std::vector<Vector<const int64_t>> slots;           // of each KV group
     std::vector<Matrix<const int32_t>> block_tables;    // of each KV group
+    int64_t num_generated, num_generated_logits;        // rows of kind GENERATED among all rows, and among logits_rows
 };
 
 class Program {
 public:
     // capacity_rows: room of every arena array. batch: the one recorded with, by which operations' arguments are recognised.
-    Program(int64_t capacity_rows, BatchArrays batch) : capacity_rows_(capacity_rows), batch_(std::move(batch)) {}
+    Program(int64_t capacity_rows, BatchInputs batch) : capacity_rows_(capacity_rows), batch_(std::move(batch)) {}
 
     // Memory that operands may lie in.
     void add_chunk(const void* data, int64_t bytes);
@@ -34,7 +35,7 @@ public:
     // Each appends the operation of that name with the arguments it was just called with; `out` is a whole array of the
     // arena. std::invalid_argument for what cannot be replayed. A new operation is one more method of this kind.
     void embedding(Vector<const int32_t> ids, const PackedWeight& weight, Out out);
-    void linear(In x, const PackedWeight& weight, Out out);
+    void linear(In x, const PackedWeight& weight, int64_t num_generated, Out out);
     void rms_norm(In x, Vector<const float> weight, float eps, Out out);
     void add_rms_norm(Out x, In y, Vector<const float> weight, float eps, Out out);
     void add(Out x, In y);
@@ -46,7 +47,7 @@ public:
 
     // Runs all operations; between_ops is called after each. Throws what the operations throw, and
     // std::invalid_argument for a batch beyond the capacity.
-    void replay(Context& context, const BatchArrays& batch, const std::function<void()>& between_ops) const;
+    void replay(Context& context, const BatchInputs& batch, const std::function<void()>& between_ops) const;
 
     int64_t size() const { return int64_t(ops_.size()); }
 
@@ -56,10 +57,11 @@ private:
         float* data;
         int64_t cols, stride;
         Count count;
-        Out of(const BatchArrays& b) const { return {data, count == Count::Tokens ? b.token_ids.size : b.logits_rows.size, cols, stride}; }
+        Out of(const BatchInputs& b) const { return {data, count == Count::Tokens ? b.token_ids.size : b.logits_rows.size, cols, stride}; }
+        int64_t generated(const BatchInputs& b) const { return count == Count::Tokens ? b.num_generated : b.num_generated_logits; }
         operator Count() const { return count; }
     };
-    using BatchVector = Vector<const int32_t> BatchArrays::*;
+    using BatchVector = Vector<const int32_t> BatchInputs::*;
 
     Operand written(const float* data, int64_t cols) const;
     Operand input(In x) const { return written(x.data, x.cols); }
@@ -69,10 +71,10 @@ private:
     size_t group_of(Matrix<const int32_t> block_table) const;
 
     int64_t capacity_rows_;
-    BatchArrays batch_;
+    BatchInputs batch_;
     std::map<uintptr_t, int64_t> chunks_;    // first byte -> bytes
     std::map<uintptr_t, Operand> arrays_;    // first byte -> what operations wrote there last
-    std::vector<std::function<void(Context&, const BatchArrays&)>> ops_;
+    std::vector<std::function<void(Context&, const BatchInputs&)>> ops_;
 };
 
 }  // namespace octavo

@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 from octavo.model_config import RopeConfig
 from octavo.ops.api import ForwardBatch, KVSpec, OpNeeds, PackedTensor
 from octavo.ops.arena import Arena
-from octavo.ops.cpu.replay import StepReplayer, check_generated
+from octavo.ops.cpu.replay import StepReplayer
 from octavo.ops.needs import common_reasons
 from octavo.ops.rope import rope_cos_sin
 

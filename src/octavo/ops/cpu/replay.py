@@ -83,8 +83,6 @@ class StepReplayer:
         recording = self._recording
         if recording is None or recording.epoch != self._arena.epoch or recording.kv is not batch.kv:
             return None
-        for generated, rows in ((batch.num_generated, batch.token_ids), (batch.num_generated_logits, batch.logits_rows)):
-            check_generated(generated, len(rows))
         self._context.replay(recording.program, *_inputs(batch))
         return self._arena.take_at(recording.position, len(batch.logits_rows), recording.columns)
 
@@ -110,12 +108,7 @@ class StepReplayer:
         return logits
 
 
-def check_generated(num_generated: int, rows: int) -> None:
-    """Raises ValueError."""
-    if not 0 <= num_generated <= rows:
-        raise ValueError(f"num_generated must be between 0 and {rows}, got {num_generated}")
-
-
 def _inputs(batch: ForwardBatch) -> tuple[Any, ...]:
-    """The arrays a program reads of a batch, in the order of BatchArrays (native/src/program.h)."""
-    return batch.token_ids, batch.positions, batch.query_start_loc, batch.logits_rows, batch.slot_mapping, batch.block_tables
+    """What a program reads of a batch, in the order of BatchInputs (native/src/program.h)."""
+    arrays = (batch.token_ids, batch.positions, batch.query_start_loc, batch.logits_rows, batch.slot_mapping, batch.block_tables)
+    return *arrays, batch.num_generated, batch.num_generated_logits
