@@ -276,7 +276,7 @@ class _Reading:
         with llm._gate, llm._lock:
             if llm._stepping:
                 raise InvalidRequestError("an engine cannot be used from inside its own step (a signal handler or finaliser?)")
-            while queued and core.num_waiting < llm.config.max_waiting_requests:
+            while queued and core.has_room(queued[0]):
                 request = queued.popleft()
                 core.add_request(request)
                 llm._mail[request.request_id] = self._box
