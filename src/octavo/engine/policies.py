@@ -118,8 +118,7 @@ class ShortestPrefill(Fcfs):
         self._due = RequestHeap()
 
     def key(self, request: Request) -> Key:
-        is_fork = request.parent is not None and not request.was_admitted
-        return (1 if is_fork else request.num_target_tokens, *request.order)
+        return (1 if request.is_fork else request.num_target_tokens, *request.order)
 
     def push(self, request: Request, step: int) -> None:
         super().push(request, step)

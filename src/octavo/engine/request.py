@@ -15,8 +15,7 @@ from octavo.engine.scheduler_output import NewRequest, TokenKind
 from octavo.outputs import FinishReason, PositionLogprobs, RequestMetrics
 from octavo.sampling_params import SamplingParams
 
-
-#: A request waits for another one's blocks at most so long, in all its life.
+#: A request waits for another one to compute the beginning that both share at most so long, in all its life.
 MOST_FOLLOWING_STEPS = 64
 
 
@@ -134,6 +133,11 @@ class Request:
     @property
     def _wants_prompt_logprobs(self) -> bool:
         return self.parent is None and self.origin.sampling_params.prompt_logprobs is not None
+
+    @property
+    def is_fork(self) -> bool:
+        """A choice that has not been admitted yet: it starts on the blocks of its parent, if that still holds them."""
+        return self.parent is not None and not self.was_admitted
 
     @property
     def num_tokens(self) -> int:

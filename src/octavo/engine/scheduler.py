@@ -31,9 +31,7 @@ No thrash. A preempted request is admitted again only while other requests run i
 its recomputed tokens fill, and that reserve is kept until as many tokens have been generated. So, but for requests that a
 more urgent one pushed out, tokens are recomputed at most twice as many as computed for the first time, and one pool.
 
-A beginning that a running prefill computes is not computed twice: a waiting request that shares the next whole block of it
-follows it, out of the queue, until the shared blocks are there, the other one stops running, or it has followed for
-MOST_FOLLOWING_STEPS steps in all; then it is queued again.
+A beginning that a running prefill computes is not computed twice: who shares its next whole block follows it (followers.py).
 """
 
 from __future__ import annotations
@@ -41,30 +39,20 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
 from time import perf_counter
 
 from octavo.config import EngineConfig
 from octavo.engine.events import Why
+from octavo.engine.followers import Followers
 from octavo.engine.kv_cache_manager import KVCacheManager
 from octavo.engine.metrics import EngineStats
 from octavo.engine.policies import Policy, make_policy
-from octavo.engine.request import MOST_FOLLOWING_STEPS, Request, RequestStatus
+from octavo.engine.request import Request, RequestStatus
 from octavo.engine.scheduler_output import ScheduledEntry, SchedulerOutput, TokenKind
 from octavo.engine.step_plan import PlannedEntry, StepPlan
 
 _log = logging.getLogger("octavo")
-
-
-@dataclass(slots=True)
-class _Following:
-    """A request that waits until `leader` has computed `num_tokens` tokens."""
-
-    request: Request
-    leader: Request
-    num_tokens: int
-    since: int
 
 
 class Scheduler:
@@ -75,7 +63,7 @@ class Scheduler:
         self.stats = stats
         self.step = step
         self.waiting: Policy = make_policy(config, kv)
-        self.following: dict[str, _Following] = {}
+        self.followers = Followers(kv, config.max_num_seqs)
         #: Prompt and generated tokens of all requests that wait.
         self.num_waiting_tokens = 0
         #: Running requests with a token to compute before they can sample, and those exactly one token behind.
@@ -126,7 +114,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.following)
+        return len(self.waiting) + len(self.followers)
 
     def running(self) -> Iterator[Request]:
         return chain(self.prefilling.values(), self.decoding.values())
@@ -142,7 +130,8 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request, self.step)
             self.num_waiting_tokens -= _queued_tokens(request)
-        elif self.following.pop(request.request_id, None) is not None:
+        elif request in self.followers:
+            self.followers.remove(request)
             self.num_waiting_tokens -= _queued_tokens(request)
         self._detach(request)
         request.status = status
@@ -182,7 +171,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         self.step += 1
         self.plan = self._empty_plan()
-        self._release_followers()
+        for request in self.followers.take_done(self.step):
+            self.waiting.push(request, self.step)
         starved = self._starved_prefill()
         if starved is not None and (starved not in self.waiting or (not self._follow(starved) and self._admit(starved))):
             self._plan_chunk(starved, "starved", max(1, self.config.max_num_batched_tokens // 2))
@@ -323,33 +313,13 @@ class Scheduler:
             return self.kv.fork(parent, request, last=parent.num_children_to_admit == 1, headroom=headroom)
         return self.kv.admit(request, headroom=headroom, twice=reserve and request.num_lost_tokens > 0)
 
-    # Sharing what is being computed
-
     def _follow(self, request: Request) -> bool:
         """Take the request out of the queue, if a running prefill is about to compute a block that it needs next."""
-        is_fork = request.parent is not None and not request.was_admitted
-        if is_fork or request.follow_steps_left == 0 or len(self.following) >= self.config.max_num_seqs:
-            return False
-        shared, leader = 0, None
-        for other in self.prefilling.values():
-            tokens = self.kv.shared_beginning(request, other)
-            if tokens > shared:
-                shared, leader = tokens, other
-        if leader is None or len(self.kv.match_prefix(request)[0][0]) * self.kv.block_size >= shared:
+        if not self.followers.add(request, self.prefilling.values(), self.step):
             return False
         self._leave_queue(request)
-        self.following[request.request_id] = _Following(request, leader, shared, self.step)
         self.stats.prefix_waits += 1
         return True
-
-    def _release_followers(self) -> None:
-        for name, wait in list(self.following.items()):
-            request, leader, steps = wait.request, wait.leader, self.step - wait.since
-            done = leader.status is not RequestStatus.RUNNING or leader.num_computed_tokens >= wait.num_tokens
-            if done or steps >= request.follow_steps_left:
-                request.follow_steps_left = max(0, request.follow_steps_left - steps)
-                del self.following[name]
-                self.waiting.push(request, self.step)
 
     # Preemption
 
@@ -456,11 +426,9 @@ class Scheduler:
             assert request.num_missing_tokens == 1 and not request.prefill_only
         for parent in self.holding.values():
             assert parent.status is RequestStatus.HOLDING and parent.num_children_to_admit > 0
-        for wait in self.following.values():
-            assert wait.request not in self.waiting and wait.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert self.num_waiting_tokens >= 0 and (self.num_waiting_tokens == 0 or self.num_waiting > 0)
 
 
 def _queued_tokens(request: Request) -> int:
     """What a waiting request counts for in num_waiting_tokens: nothing where it only waits for the blocks of its parent."""
-    return 0 if request.parent is not None and not request.was_admitted else request.num_tokens
+    return 0 if request.is_fork else request.num_tokens
