@@ -226,12 +226,21 @@ class KVCacheManager:
             table.extend(pool.take() for _ in range(fresh))
         return True
 
+    def has_slot(self, request: Request) -> bool:
+        """The next token of a request can be written without another block: what `allocate_slots` would find, for one token."""
+        index = request.num_computed_tokens // self.block_size
+        for pool, table in zip(self.pools, self._holdings[request.request_id].tables, strict=True):
+            if index >= len(table) or pool.ref_counts[table[index]] != 1 or pool.is_cached(table[index]):
+                return False
+        return True
+
     def commit(self, request: Request) -> None:
         """Make the full blocks findable whose KV has been written: call when a step's result is back."""
         holding = self._holdings[request.request_id]
-        if not self.enable_prefix_caching or not holding.findable:
+        named, full = len(holding.serials[0]), request.num_computed_tokens // self.block_size
+        if named >= full or not self.enable_prefix_caching or not holding.findable:
             return
-        for index in range(len(holding.serials[0]), request.num_computed_tokens // self.block_size):
+        for index in range(named, full):
             for pool, table, chain in zip(self.pools, holding.tables, holding.serials, strict=True):
                 key = self._key(request, index, chain[-1] if chain else ROOT)
                 chain.append(pool.register(table[index], key))

@@ -14,7 +14,7 @@ promotion: k are those that came before it. Under fair the counters are the boun
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, Protocol
 
@@ -48,8 +48,8 @@ class Policy(Protocol):
     def level(self, request: Request) -> float:
         """Only running requests of the highest level are preempted, while there are any."""
 
-    def pushes_out(self, waiting: Request, running: Request) -> bool:
-        """The waiting one may take the place of the running one."""
+    def less_urgent(self, waiting: Request, running: Iterable[Request]) -> list[Request]:
+        """Those whose place the waiting one may take."""
 
     def admitted(self, request: Request) -> None:
         """For the first time; its num_computed_tokens were found in the cache."""
@@ -99,8 +99,8 @@ class Fcfs:
     def level(self, request: Request) -> float:
         return 0
 
-    def pushes_out(self, waiting: Request, running: Request) -> bool:
-        return False
+    def less_urgent(self, waiting: Request, running: Iterable[Request]) -> list[Request]:
+        return []
 
     def admitted(self, request: Request) -> None:
         pass
@@ -158,12 +158,13 @@ class Priority(ShortestPrefill):
     def level(self, request: Request) -> float:
         return float("-inf") if request.patience == 0 else request.origin.priority
 
-    def pushes_out(self, waiting: Request, running: Request) -> bool:
-        return running.patience != 0 and running.origin.priority > waiting.origin.priority
+    def less_urgent(self, waiting: Request, running: Iterable[Request]) -> list[Request]:
+        priority = waiting.origin.priority
+        return [other for other in running if other.origin.priority > priority and other.patience != 0]
 
 
 #: Waiting requests whose cached prefix is known, and blocks looked up in a step to keep it known.
-PREFIX_WINDOW, PREFIX_LOOKUPS = 64, 192
+PREFIX_WINDOW, PREFIX_LOOKUPS = 64, 128
 
 
 class LongestPrefix(ShortestPrefill):

@@ -72,6 +72,7 @@ class Scheduler:
         #: Parents whose children are not all admitted yet.
         self.holding: dict[str, Request] = {}
         self.plan = self._empty_plan()
+        self._no_blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in kv.pools)
         self._dropped: list[str] = []
         self._dropped_in_flight: list[str] = []
         self._head: Request | None = None
@@ -195,7 +196,8 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted meanwhile
             if request.request_id not in failed:
-                self._count_recomputed(entry)
+                if self._debt or entry.start < request.num_lost_tokens:
+                    self._count_recomputed(entry)
                 request.num_computed_tokens = entry.end
                 self.kv.commit(request)
             done.append((request, entry))
@@ -230,7 +232,7 @@ class Scheduler:
     def _plan_decodes(self) -> None:
         places = min(self.plan.decode_places, self.plan.budget)
         for request in list(islice(self.decoding.values(), places)):
-            if request.request_id not in self.decoding or not self._grow(request):
+            if request.request_id not in self.decoding or not (self.kv.has_slot(request) or self._grow(request)):
                 continue  # preempted in this very step
             self._add_entry(request, 1, "decode")
             self.decoding.move_to_end(request.request_id)
@@ -274,7 +276,7 @@ class Scheduler:
         state = (request, self.kv.num_free_blocks, self.num_running, self.kv.blocks_for(self._debt))
         if self.num_running > 0 and state == self._blocked:
             return False  # nothing has changed since it did not fit
-        reserve = self.num_running > 0 and self._victim_for(request) is None
+        reserve = self.num_running > 0 and (self._debt > 0 or request.num_lost_tokens > 0) and self._victim_for(request) is None
         while self.num_running >= self.max_running or not self._start(request, reserve):
             victim = self._victim_for(request)
             if victim is None:
@@ -349,7 +351,7 @@ class Scheduler:
         """Whom a waiting request may push out: whom the policy says; and holding parents where nothing runs at all."""
         if self.num_running == 0:
             return self._latest(self.holding.values())
-        less_urgent = [other for other in self.running() if self.waiting.pushes_out(request, other)]
+        less_urgent = self.waiting.less_urgent(request, self.running())
         return self._cheapest(less_urgent) if less_urgent else None
 
     def _cheapest(self, requests: Collection[Request]) -> Request:
@@ -389,15 +391,17 @@ class Scheduler:
 
     def _output(self) -> SchedulerOutput:
         # Sorted by kind, generated rows first; the plan keeps that order for the result.
-        ordered = sorted(self.plan.entries.values(), key=lambda entry: entry.kind is TokenKind.PROMPT)
-        self.plan.entries = {entry.request.request_id: entry for entry in ordered}
+        entries = self.plan.entries
+        prompts = [entry for entry in entries.values() if entry.kind is TokenKind.PROMPT]
+        ordered = [entry for entry in entries.values() if entry.kind is not TokenKind.PROMPT] + prompts
+        if prompts and len(prompts) < len(ordered):
+            self.plan.entries = {entry.request.request_id: entry for entry in ordered}
         output = SchedulerOutput(self.step, [], block_copies=self.kv.take_copies())
         for entry in ordered:
             output.entries.append(self._scheduled(entry, output))
-            if entry.kind is TokenKind.PROMPT:
-                self.stats.prompt_tokens_computed += entry.num_tokens
-            else:
-                self.stats.generated_tokens_computed += entry.num_tokens
+        num_prompt = sum(entry.num_tokens for entry in prompts)
+        self.stats.prompt_tokens_computed += num_prompt
+        self.stats.generated_tokens_computed += sum(entry.num_tokens for entry in ordered) - num_prompt
         if ordered or output.block_copies:  # otherwise there is no step that would carry them
             output.dropped_request_ids.extend(self._dropped)
             self._dropped_in_flight, self._dropped = self._dropped, []
@@ -410,8 +414,8 @@ class Scheduler:
             request.known_to_worker = True
             request.num_blocks_sent = 0
         tables = self.kv.block_tables(request)
-        new_block_ids = tuple(tuple(table[request.num_blocks_sent :]) for table in tables)
-        request.num_blocks_sent = len(tables[0])
+        sent, request.num_blocks_sent = request.num_blocks_sent, len(tables[0])
+        new_block_ids = tuple(tuple(table[sent:]) for table in tables) if request.num_blocks_sent > sent else self._no_blocks
         return ScheduledEntry(request.request_id, entry.start, entry.num_tokens, entry.kind, new_block_ids, entry.sample)
 
     def check_invariants(self) -> None:
