@@ -140,7 +140,7 @@ class ShortestPrefill(Fcfs):
         super().remove(request, step)
         self._due.remove(request)
         assert request.due_step is not None
-        request.patience = max(0, request.due_step - step)
+        request.patience = request.due_step - step + 1 if request.due_step > step else 0  # this step it has not waited
 
 
 class Priority(ShortestPrefill):
