@@ -2,7 +2,7 @@
 
 Usage: .venv/bin/python -m benchmarks.scheduler_cost [--running 256] [--waiting 10000] [--decodes 64] [--steps 400]
                                                        [--rounds 3] [--output FILE]
-Each step gives --decodes running sequences a token, ends some and admits others, so that the queue is worked at; what has left it is replaced.
+Each step gives --decodes running sequences a token, ends some and admits others, so that the queue is worked at, and refills it.
 Prompts fall into 200 families with common beginnings, requests into 50 tenants and 5 priorities. Timed are `schedule` and
 `complete_step`, in milliseconds. Writes results/scheduler_cost.json. Exit code 1 if a median of the two together reaches 1 ms.
 Not here: throughput under a policy, the time the model takes.

@@ -71,11 +71,12 @@ def test_a_request_that_would_free_nothing_is_passed_over():
     core.kv.pools[0].ref_counts[table[2]] -= 1
 
 
+@pytest.mark.parametrize("num_blocks, block_size, seqs, most", [(200, 1, 16, 80), (100, 2, 10, 120)])
 @pytest.mark.parametrize("caching", [False, True])
-def test_no_thrash_in_a_pool_that_holds_a_third_of_the_running_set(caching):
-    """Twelve sequences of 10 to 70 tokens each, 24 blocks of 4: at most one token is recomputed for each that is of use."""
-    core = make_core(num_blocks=24, block_size=4, max_num_seqs=12, enable_prefix_caching=caching)
-    orders = [request(f"r{i}", letters(10, i), max_tokens=60, eos=False) for i in range(12)]
+def test_no_thrash_in_a_pool_that_holds_a_part_of_the_running_set(caching, num_blocks, block_size, seqs, most):
+    """A pool for two or three of ten or more sequences: at most one token is recomputed for each that is generated."""
+    core = make_core(num_blocks=num_blocks, block_size=block_size, max_num_seqs=seqs, enable_prefix_caching=caching)
+    orders = [request(f"r{i}", letters(10, i), max_tokens=most, eos=False) for i in range(seqs)]
     outputs = run(core, orders)
     check_against_reference(outputs, orders, core.executor.info)
     stats = core.stats
@@ -93,7 +94,7 @@ def test_no_thrash_in_a_pool_that_holds_a_third_of_the_running_set(caching):
         for name in event.preempted:
             if name in last_start:
                 steps_between.append(event.step - last_start.pop(name))
-    assert not steps_between or min(steps_between) >= 4  # nobody is let in only to be put out again
+    assert min(steps_between, default=99) >= 5  # nobody is let in only to be put out again
 
 
 @settings(max_examples=60, deadline=None)
