@@ -53,6 +53,7 @@ class AsyncLLM(AsyncEngine):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """The deltas of one prompt, of all its choices, as they come. Closing it or cancelling its reader aborts it.
 
@@ -60,7 +61,8 @@ class AsyncLLM(AsyncEngine):
         """
         name = _new_id(request_id)
         process = self.input_processor.process
-        return self._deltas(partial(process, name, prompt, sampling_params, priority=priority, cache_salt=cache_salt))
+        make = partial(process, name, prompt, sampling_params, priority=priority, cache_salt=cache_salt, tenant=tenant)
+        return self._deltas(make)
 
     def chat(
         self,
@@ -73,6 +75,7 @@ class AsyncLLM(AsyncEngine):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """As `generate`, for a conversation."""
         make = partial(
@@ -85,6 +88,7 @@ class AsyncLLM(AsyncEngine):
             chat_template_kwargs=chat_template_kwargs,
             priority=priority,
             cache_salt=cache_salt,
+            tenant=tenant,
         )
         return self._deltas(make)
 

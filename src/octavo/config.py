@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from octavo.errors import ConfigError, shown
 
@@ -20,10 +20,12 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k
 #: Counts and sizes beyond these can only be mistakes, and would fail later in an allocation.
 _MAX_COUNT = 2**31 - 1
 _MAX_BYTES = 2**63 - 1
+PolicyName = Literal["fcfs", "priority", "shortest-prefill", "longest-prefix", "fair"]
 _OPTIONAL = frozenset({"revision", "num_kv_blocks", "max_model_len", "seed"})
 _POSITIVE = (
     "kv_cache_memory", "num_kv_blocks", "block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
-    "max_prefill_batch_size", "max_decode_batch_size", "max_waiting_requests", "max_stalled_steps", "event_history",
+    "max_prefill_batch_size", "max_decode_batch_size", "max_waiting_requests", "max_waiting_tokens", "max_stalled_steps",
+    "promote_after_steps", "event_history",
 )  # fmt: skip
 
 
@@ -65,9 +67,15 @@ class EngineConfig:
     max_prefill_batch_size: int = _setting(16, "requests given more than one token in a step")
     max_decode_batch_size: int = _setting(64, "requests given one token in a step")
     max_waiting_requests: int = _setting(10_000, "requests queued before new ones are refused")
+    max_waiting_tokens: int = _setting(8_000_000, "prompt tokens of queued requests, all together, before new ones are refused")
+    policy: PolicyName = _setting("priority", "who is admitted first; priority: by their priority field, equal ones by arrival")
+    promote_after_steps: int = _setting(
+        1000, "steps a waiting request may be overtaken by later ones (priority, shortest-prefill, longest-prefix)"
+    )
     max_stalled_steps: int = _setting(8, "most steps in a row a running stream or the first waiting prompt gets nothing")
     enable_prefix_caching: bool = _setting(True, "share KV blocks of equal prefixes")
     replay: bool = _setting(True, "replay the recorded native calls of a step in one call; off: call each from Python, with the same bits")
+    reuse_generated: bool = _setting(False, "let prompts share KV blocks computed as an answer; such hits may change low bits")
     seed: int | None = _setting(None, "base seed of requests that bring none")
     event_history: int = _setting(4096, "steps whose events are kept in memory")
 
@@ -81,13 +89,17 @@ class EngineConfig:
             raise ConfigError(f"threads must be 0 or a positive integer, got {shown(self.threads)}")
         if self.seed is not None and not _is_integer(self.seed, -(2**63), 2**64 - 1):
             raise ConfigError(f"seed must be an integer in [-2**63, 2**64), got {shown(self.seed)}")
-        for name, words in (("backend", ("auto", "cpu", "reference", "torch")), ("kv_dtype", ("auto", "f32", "f16", "bf16"))):
+        for name, words in (
+            ("backend", ("auto", "cpu", "reference", "torch")),
+            ("kv_dtype", ("auto", "f32", "f16", "bf16")),
+            ("policy", get_args(PolicyName)),
+        ):
             if getattr(self, name) not in words:
                 raise ConfigError(f"{name} must be {', '.join(words[:-1])} or {words[-1]}, got {shown(getattr(self, name))}")
         for name in ("model", "device", "op_backends", "revision"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name in _OPTIONAL):
                 raise ConfigError(f"{name} must be text, got {shown(value)}")
-        for name in ("enable_prefix_caching", "replay"):
+        for name in ("enable_prefix_caching", "replay", "reuse_generated"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {shown(getattr(self, name))}")

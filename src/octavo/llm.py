@@ -81,19 +81,22 @@ class LLM:
         *,
         progress: Progress | bool | None = None,
         priority: int | Sequence[int] = 0,
+        tenant: str | None | Sequence[str | None] = None,
     ) -> list[RequestOutput]:
         """Complete one prompt (text or token ids) or a list of them; results in the order of the prompts.
 
-        sampling_params and priority (smaller is more urgent): one for all, or one per prompt. progress: None counts
+        sampling_params, priority (smaller is more urgent) and tenant (whose it is, for the policy `fair`): one for all, or one
+        per prompt. progress: None counts
         on a terminal for two prompts or more; True, False, or a function called with (choices finished, choices in all).
         A bad prompt raises InvalidRequestError before anything runs. An interrupt aborts what runs.
         """
         batch = _as_batch(prompts)
         all_params = _per_prompt("sampling_params", sampling_params, len(batch))
         priorities = _per_prompt("priority", priority, len(batch))
+        tenants = _per_prompt("tenant", tenant, len(batch))
         requests = [
-            self._inputs.process(self._new_id(), prompt, params, priority=level)
-            for prompt, params, level in zip(batch, all_params, priorities, strict=True)
+            self._inputs.process(self._new_id(), prompt, params, priority=level, tenant=whose)
+            for prompt, params, level, whose in zip(batch, all_params, priorities, tenants, strict=True)
         ]
         return self._run(requests, progress)
 
@@ -276,7 +279,7 @@ class _Reading:
         with llm._gate, llm._lock:
             if llm._stepping:
                 raise InvalidRequestError("an engine cannot be used from inside its own step (a signal handler or finaliser?)")
-            while queued and core.num_waiting < llm.config.max_waiting_requests:
+            while queued and core.has_room(queued[0]):
                 request = queued.popleft()
                 core.add_request(request)
                 llm._mail[request.request_id] = self._box

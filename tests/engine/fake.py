@@ -236,7 +236,7 @@ def request(
     request_id: str, prompt: Sequence[int], *, seed: int = 7, eos: bool = True, info: ExecutorInfo | None = None, **fields
 ) -> EngineRequest:
     """An EngineRequest as the input processor would make it; sampling fields and EngineRequest fields by name."""
-    own = {name: fields.pop(name) for name in ("priority", "cache_salt", "adapter") if name in fields}
+    own = {name: fields.pop(name) for name in ("priority", "cache_salt", "tenant", "adapter") if name in fields}
     fields = {"temperature": 0.0, "max_tokens": 8, **fields}
     params = SamplingParams(**fields).resolve({})
     return EngineRequest(request_id, list(prompt), params, params.max_tokens, seed, frozenset({EOS}) if eos else frozenset(), **own)

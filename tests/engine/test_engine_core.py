@@ -467,7 +467,26 @@ def test_refusals_of_the_queue():
     core.add_request(request("b", [5]))
     with pytest.raises(InvalidRequestError, match="max_waiting_requests") as error:
         core.add_request(request("c", [5]))
+    assert error.value.code == "queue_full" and core.stats.requests_refused == 1
+
+
+def test_the_queue_is_bounded_in_tokens():
+    core = make_core(max_waiting_tokens=20, max_num_seqs=1)
+    core.add_request(request("long", [5] * 30, max_tokens=4, eos=False))  # an empty queue takes any prompt
+    assert core.stats.waiting_tokens == 30
+    with pytest.raises(InvalidRequestError, match="30 tokens are waiting already .max_waiting_tokens") as error:
+        core.add_request(request("c", [5]))
     assert error.value.code == "queue_full"
+    core.step()
+    core.add_request(request("d", [6] * 12, max_tokens=2, n=3, eos=False))
+    assert core.stats.waiting_tokens == 12
+    assert core.has_room(request("e", [5] * 8)) and not core.has_room(request("f", [5] * 9))
+    core.add_request(request("e", [7] * 8, max_tokens=2, eos=False))
+    core.abort(["e"])
+    assert core.stats.waiting_tokens == 12 and core.stats.requests_refused == 1
+    while core.has_unfinished_requests():
+        core.step()
+    assert core.stats.waiting_tokens == 0
 
 
 # Records

@@ -25,8 +25,10 @@ class EngineLife(RuleBasedStateMachine):
         stalled=st.integers(1, 8),
         groups=st.integers(1, 2),
         caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority", "priority", "shortest-prefill", "longest-prefix", "fair"]),
+        patience=st.sampled_from([1, 10, 1000]),
     )
-    def build(self, block_size, tokens, budget, seqs, prefills, decodes, stalled, groups, caching):
+    def build(self, block_size, tokens, budget, seqs, prefills, decodes, stalled, groups, caching, policy, patience):
         self.core = make_core(
             num_blocks=-(-tokens // block_size),
             block_size=block_size,
@@ -38,6 +40,8 @@ class EngineLife(RuleBasedStateMachine):
             max_decode_batch_size=decodes,
             max_stalled_steps=stalled,
             enable_prefix_caching=caching,
+            policy=policy,
+            promote_after_steps=patience,
         )
         self.longest = min(-(-tokens // block_size) * block_size, 39)
         self.collector = Collector()
@@ -70,6 +74,7 @@ class EngineLife(RuleBasedStateMachine):
             priority=priority,
             prompt_logprobs=logprobs,
             cache_salt=salt,
+            tenant=f"t{length % 3}",
             min_tokens=min(min_tokens, most),
             stop=stop,
         )

@@ -132,6 +132,8 @@ def test_other_bad_fields():
     refused(lambda: made.process("a", "a", priority=2**40), "priority")
     refused(lambda: made.process("a", "a", cache_salt=""), "cache_salt")
     refused(lambda: made.process("a", "a", cache_salt=5), "cache_salt")
+    refused(lambda: made.process("a", "a", tenant=""), "tenant")
+    refused(lambda: made.process("a", "a", tenant="x" * 1025), "tenant")
     refused(lambda: made.process("a", "a", {"temperature": 0}), "sampling_params")
 
 

@@ -132,7 +132,7 @@ def test_the_starvation_bound_holds(budget, decodes, prefills, seqs, stalled, ar
             core.add_request(orders[due.pop(0)[1]])
         if not due and not core.has_unfinished_requests():
             break
-        first = scheduler.waiting.peek()
+        first = scheduler.waiting.peek(scheduler.step + 1)
         free = len(scheduler.prefilling) < scheduler.max_prefills and scheduler.num_running < scheduler.max_running
         core.step()
         waited = waited + 1 if first is not None and first is head and first in scheduler.waiting and free else 0
@@ -257,11 +257,11 @@ def test_nothing_admitted_in_a_large_queue_costs_nothing():
             seen.append(key)
             return super().get(key, default)
 
-    core.scheduler.waiting._live = Watched(core.scheduler.waiting._live)
+    core.scheduler.waiting._heap._live = Watched(core.scheduler.waiting._heap._live)
     core.step()
     assert len(seen) < 10
     core.abort([f"w{i}" for i in range(10_000)])
-    assert len(core.scheduler.waiting._heap) < 200  # removed entries do not pile up
+    assert len(core.scheduler.waiting._heap._heap) < 200  # removed entries do not pile up
 
 
 def test_something_always_starts_or_fails():  # E17

@@ -266,9 +266,10 @@ class _EveryOne(dict):
         return self._message
 
 
-def test_full_queue_is_a_429_with_an_honest_delay():
+@pytest.mark.parametrize("setting", ["max_waiting_requests", "max_waiting_tokens"])
+def test_full_queue_is_a_429_with_an_honest_delay(setting):
     replies: dict[int, httpx2.Response] = {}
-    with fake_server(engine={"max_waiting_requests": 1, "max_num_seqs": 1}) as server, server.client() as client:
+    with fake_server(engine={setting: 1, "max_num_seqs": 1}) as server, server.client() as client:
 
         def ask(number: int) -> None:
             if number < 2:
@@ -292,7 +293,7 @@ def test_full_queue_is_a_429_with_an_honest_delay():
             thread.join(30)
     assert [replies[number].status_code for number in range(3)] == [200, 200, 429]
     error = error_of(replies[2])
-    assert error["type"] == "rate_limit_error" and error["code"] == "queue_full"
+    assert error["type"] == "rate_limit_error" and error["code"] == "queue_full" and setting in error["message"]
     assert 1 <= int(replies[2].headers["retry-after"]) <= 30
 
 

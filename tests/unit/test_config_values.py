@@ -15,7 +15,8 @@ from octavo.errors import ConfigError
 
 FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 COUNTS = ["num_kv_blocks", "block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_prefill_batch_size",
-          "max_decode_batch_size", "max_waiting_requests", "max_stalled_steps", "event_history"]  # fmt: skip
+          "max_decode_batch_size", "max_waiting_requests", "max_waiting_tokens", "max_stalled_steps", "promote_after_steps",
+          "event_history"]  # fmt: skip
 OPTIONAL = {"revision", "num_kv_blocks", "max_model_len", "seed"}
 HUGE = 10**5000
 

@@ -27,7 +27,9 @@ class BlockKey(NamedTuple):
     """
 
     parent: int
-    token_ids: tuple[int, ...]
+    #: A secret of this engine, then the ids. Python hashes bytes whole, so without the secret nobody can make up prompts
+    #: whose blocks have equal hashes (a tuple of integers has a hash that anybody can compute).
+    tokens: bytes
     #: How many of the tokens (the first ones) are prompt tokens: the arithmetic of a row follows its kind.
     num_prompt_tokens: int
     adapter: str | None

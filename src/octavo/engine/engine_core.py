@@ -43,10 +43,17 @@ class EngineCore:
         self._executing = False
         self._last_step = 0
         self.outputs = OutputProcessor(tokenizer, executor.info)
+        if config.reuse_generated and config.enable_prefix_caching:
+            logger.warning(
+                "reuse_generated: a prompt may share blocks that were computed as an answer; the logits after such a hit are "
+                "close to, but not bit for bit, those without it"
+            )
         self._start_fresh()
 
     def _start_fresh(self) -> None:
-        self.kv = KVCacheManager(self.executor.info.kv_groups, self.config.enable_prefix_caching, self._stats)
+        config = self.config
+        groups = self.executor.info.kv_groups
+        self.kv = KVCacheManager(groups, config.enable_prefix_caching, self._stats, reuse_generated=config.reuse_generated)
         self.scheduler = Scheduler(self.config, self.kv, self._stats, self._last_step)
 
     # Requests
@@ -56,15 +63,28 @@ class EngineCore:
         self._check_alive()
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id", code="duplicate_request_id")
-        if len(self.scheduler.waiting) >= self.config.max_waiting_requests:
-            raise InvalidRequestError(
-                f"{len(self.scheduler.waiting)} requests are waiting already (max_waiting_requests): try again later", code="queue_full"
-            )
+        if (full := self._full_for(request)) is not None:
+            self._stats.requests_refused += 1
+            raise InvalidRequestError(f"{full}: try again later", code="queue_full")
         check_pool(self.executor.info, len(request.prompt_token_ids))
         self._num_added += 1
         self._stats.requests_added += 1
         self._requests[request.request_id] = added = Request(request, self._num_added)
         self.scheduler.add(added)
+
+    def has_room(self, request: EngineRequest) -> bool:
+        """`add_request` would not refuse it with queue_full."""
+        return self._full_for(request) is None
+
+    def _full_for(self, request: EngineRequest) -> str | None:
+        """Why the queue cannot take it now. An empty queue takes any prompt."""
+        config, waiting = self.config, self.num_waiting
+        if waiting >= config.max_waiting_requests:
+            return f"{waiting} requests are waiting already (max_waiting_requests)"
+        tokens = self.scheduler.num_waiting_tokens
+        if waiting and tokens + len(request.prompt_token_ids) > config.max_waiting_tokens:
+            return f"{tokens} tokens are waiting already (max_waiting_tokens)"
+        return None
 
     def abort(self, request_ids: Iterable[str]) -> list[CompletionDelta]:
         """End requests now; returns the last delta of each of their unfinished choices (a step does not repeat them).
@@ -89,7 +109,7 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.scheduler.waiting)
+        return self.scheduler.num_waiting
 
     @property
     def dead(self) -> str | None:
@@ -260,6 +280,7 @@ class EngineCore:
         """The counters, with the gauges of this moment; the same object every time."""
         stats, pools = self._stats, self.kv.pools
         stats.running, stats.waiting, stats.holding = self.scheduler.num_running, self.num_waiting, len(self.scheduler.holding)
+        stats.waiting_tokens = self.scheduler.num_waiting_tokens
         stats.blocks_total, stats.blocks_used = self.kv.num_blocks, self.kv.num_used_blocks
         stats.blocks_cached = sum(pool.num_cached for pool in pools)
         return stats

@@ -83,6 +83,7 @@ class InputProcessor:
         parse_special: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         arrival: float | None = None,
     ) -> EngineRequest:
         """Check one prompt and its parameters. Raises InvalidRequestError naming the field.
@@ -95,7 +96,7 @@ class InputProcessor:
             if self.tokenizer.bos_token_id is None:
                 raise _invalid("the prompt is empty, and this model has no token to begin with", "prompt", "empty_prompt")
             token_ids = [self.tokenizer.bos_token_id]
-        return self._request(request_id, token_ids, text, params, priority, cache_salt, arrival)
+        return self._request(request_id, token_ids, text, params, priority, cache_salt, tenant, arrival)
 
     def process_chat(
         self,
@@ -108,6 +109,7 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         arrival: float | None = None,
     ) -> EngineRequest:
         """Render and tokenise a conversation, then as `process`. Raises TemplateError too."""
@@ -117,7 +119,7 @@ class InputProcessor:
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._request(request_id, token_ids, None, params, priority, cache_salt, arrival)
+        return self._request(request_id, token_ids, None, params, priority, cache_salt, tenant, arrival)
 
     # The prompt
 
@@ -200,12 +202,13 @@ class InputProcessor:
         params: SamplingParams | None,
         priority: int,
         cache_salt: str | None,
+        tenant: str | None,
         arrival: float | None,
     ) -> EngineRequest:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise _invalid(f"must be a SamplingParams, got {type(params).__name__}", "sampling_params")
-        _check_names(request_id, priority, cache_salt)
+        _check_names(request_id, priority, cache_salt, tenant)
         self._check_length(len(token_ids), params.max_tokens)
         self._check_id("prompt", max(token_ids))  # a tokenizer may know tokens that the model has no embedding for
         self._check_vocabulary(params)
@@ -223,6 +226,7 @@ class InputProcessor:
             arrival=perf_counter() if arrival is None else arrival,
             priority=priority,
             cache_salt=cache_salt,
+            tenant=tenant,
         )
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
@@ -272,11 +276,12 @@ def check_pool(info: ExecutorInfo, num_prompt_tokens: int) -> None:
             )
 
 
-def _check_names(request_id: Any, priority: Any, cache_salt: Any) -> None:
+def _check_names(request_id: Any, priority: Any, cache_salt: Any, tenant: Any) -> None:
     # '#' separates a request from its choices in the engine's own ids.
     if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARS or "#" in request_id:
         raise _invalid(f"must be a string of 1 to {MAX_ID_CHARS} characters without '#', got {request_id!r:.60}", "request_id")
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
         raise _invalid(f"must be an integer, got {priority!r:.40}", "priority")
-    if cache_salt is not None and (not isinstance(cache_salt, str) or not 0 < len(cache_salt) <= MAX_SALT_CHARS):
-        raise _invalid(f"must be a string of 1 to {MAX_SALT_CHARS} characters", "cache_salt")
+    for name, value in (("cache_salt", cache_salt), ("tenant", tenant)):
+        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_SALT_CHARS):
+            raise _invalid(f"must be a string of 1 to {MAX_SALT_CHARS} characters", name)

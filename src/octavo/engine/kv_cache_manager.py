@@ -7,11 +7,15 @@ Owner of all block tables and pools. The rules it keeps:
 Not here: when to admit or preempt (scheduler.py), the memory (worker/kv_cache.py).
 
 A prefix hit walks full blocks from the start and compares parent and tokens exactly (block_pool.BlockKey). At least the
-last known token is always computed, for its logits: where the hit covers that too, the last block is copied.
+last known token is always computed, for its logits: where the hit covers that too, the last block is copied. The key says
+which tokens are prompt and which generated, since their arithmetic differs; with `reuse_generated` it does not.
 """
 
 from __future__ import annotations
 
+import os
+from array import array
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from octavo.engine.block_pool import ROOT, BlockHolder, BlockKey, BlockPool, BlockView
@@ -35,13 +39,17 @@ class _Holding:
 class KVCacheManager:
     """One pool and one block table per group; all groups have the same block size (ValueError otherwise)."""
 
-    def __init__(self, groups: tuple[KVGroup, ...], enable_prefix_caching: bool, stats: EngineStats) -> None:
+    def __init__(
+        self, groups: tuple[KVGroup, ...], enable_prefix_caching: bool, stats: EngineStats, *, reuse_generated: bool = False
+    ) -> None:
         if not groups or len({group.block_size for group in groups}) != 1:
             raise ValueError("KV groups must exist and share one block size")
         self.block_size = groups[0].block_size
         self.pools = tuple(BlockPool(group.num_blocks, stats) for group in groups)
         self.enable_prefix_caching = enable_prefix_caching
+        self.reuse_generated = reuse_generated
         self.stats = stats
+        self._secret = os.urandom(16)
         self._holdings: dict[str, _Holding] = {}
         #: Copies that the next step will run, by request; each holds its source.
         self._copies: dict[str, list[BlockCopy]] = {}
@@ -86,13 +94,54 @@ class KVCacheManager:
                 serials[group].append(cached.serial)
         return blocks, serials
 
-    def admit(self, request: Request, headroom: int = 0) -> bool:
+    def follow_prefix(self, request: Request, serials: list[int], most: int) -> int:
+        """Bring `serials` (of the prefix of a waiting request that group 0 holds, [] at first) up to date with at most about
+        `most` lookups; returns how many it took. Costs what has changed, not what is known."""
+        pool, lookups = self.pools[0], 0
+        if not self.enable_prefix_caching or request.bypasses_prefix_cache:
+            return lookups
+        while serials and lookups < most:  # evicted from its end
+            found = pool.lookup(self._key(request, len(serials) - 1, serials[-2] if len(serials) > 1 else ROOT))
+            lookups += 1
+            if found is not None and found.serial == serials[-1]:
+                break
+            serials.pop()
+        while lookups < most and len(serials) < request.num_tokens // self.block_size:
+            found = pool.lookup(self._key(request, len(serials), serials[-1] if serials else ROOT))
+            lookups += 1
+            if found is None:
+                break
+            serials.append(found.serial)
+        return lookups
+
+    def shared_beginning(self, request: Request, other: Request) -> int:
+        """Prompt tokens of a waiting request, in whole blocks, that `other` computes too and has not made findable yet; or 0."""
+        size, mine, theirs = self.block_size, request.origin, other.origin
+        if not self.enable_prefix_caching or request.bypasses_prefix_cache or not self._holdings[other.request_id].findable:
+            return 0
+        if (mine.adapter, mine.cache_salt) != (theirs.adapter, theirs.cache_salt):
+            return 0
+        done = other.num_computed_tokens // size
+        most = min(request.num_prompt_tokens, other.num_prompt_tokens, other.num_target_tokens) // size
+        count = 0
+        if done < most and request.token_ids[: done * size] == other.token_ids[: done * size]:
+            count = done
+            while (
+                count < most and request.token_ids[count * size : (count + 1) * size] == other.token_ids[count * size : (count + 1) * size]
+            ):
+                count += 1
+        return count * size if count > done else 0
+
+    def admit(self, request: Request, headroom: int = 0, *, twice: bool = False) -> bool:
         """Give a request blocks for all tokens it has to compute, shared with a cached prefix where there is one.
 
-        Sets num_computed_tokens. False, with nothing changed, unless `headroom` blocks stay free beside.
+        Sets num_computed_tokens. False, with nothing changed, unless `headroom` blocks stay free beside, and with `twice` as
+        many again as the tokens it has to compute fill.
         """
         blocks, serials = self.match_prefix(request)
         hit = min(len(blocks[0]) * self.block_size, request.num_tokens - 1)
+        if twice:
+            headroom += self.blocks_for(request.num_target_tokens - hit)
         done = self._start(request, blocks, serials, hit, headroom)
         if not done and hit % self.block_size and request.num_target_tokens > hit:
             # The copy of the last block is one block too many: compute the whole of that block instead.
@@ -177,12 +226,21 @@ class KVCacheManager:
             table.extend(pool.take() for _ in range(fresh))
         return True
 
+    def has_slot(self, request: Request) -> bool:
+        """The next token of a request can be written without another block: what `allocate_slots` would find, for one token."""
+        index = request.num_computed_tokens // self.block_size
+        for pool, table in zip(self.pools, self._holdings[request.request_id].tables, strict=True):
+            if index >= len(table) or pool.ref_counts[table[index]] != 1 or pool.is_cached(table[index]):
+                return False
+        return True
+
     def commit(self, request: Request) -> None:
         """Make the full blocks findable whose KV has been written: call when a step's result is back."""
         holding = self._holdings[request.request_id]
-        if not self.enable_prefix_caching or not holding.findable:
+        named, full = len(holding.serials[0]), request.num_computed_tokens // self.block_size
+        if named >= full or not self.enable_prefix_caching or not holding.findable:
             return
-        for index in range(len(holding.serials[0]), request.num_computed_tokens // self.block_size):
+        for index in range(named, full):
             for pool, table, chain in zip(self.pools, holding.tables, holding.serials, strict=True):
                 key = self._key(request, index, chain[-1] if chain else ROOT)
                 chain.append(pool.register(table[index], key))
@@ -197,6 +255,18 @@ class KVCacheManager:
         for pool, table in zip(self.pools, holding.tables, strict=True):
             for block_id in reversed(table):  # the end of a prefix is evicted before its beginning
                 pool.release(block_id)
+
+    def tokens_at_risk(self, request: Request) -> int:
+        """Tokens it would have to compute again if it were preempted and nobody else kept their blocks; -1 if that would free no block.
+
+        Blocks are shared from the beginning on, so it looks at O(log blocks) of them.
+        """
+        found = -1
+        for pool, table in zip(self.pools, self.block_tables(request), strict=True):
+            shared = bisect_left(table, True, key=lambda block_id: pool.ref_counts[block_id] == 1)  # noqa: B023 - used at once
+            if shared < len(table):
+                found = max(found, request.num_computed_tokens - shared * self.block_size, 0)
+        return found
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies of the step about to run; their sources stay held until `release_copies`."""
@@ -222,8 +292,8 @@ class KVCacheManager:
         start = index * self.block_size
         return BlockKey(
             parent=parent,
-            token_ids=tuple(request.token_ids[start : start + self.block_size]),
-            num_prompt_tokens=max(0, min(self.block_size, request.num_prompt_tokens - start)),
+            tokens=self._secret + array("q", request.token_ids[start : start + self.block_size]).tobytes(),
+            num_prompt_tokens=0 if self.reuse_generated else max(0, min(self.block_size, request.num_prompt_tokens - start)),
             adapter=request.origin.adapter,
             cache_salt=request.origin.cache_salt,
         )

@@ -20,10 +20,18 @@ class EngineStats:
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_failed: int = 0
+    #: Refused with code queue_full.
+    requests_refused: int = 0
+    #: Waiting requests that had been overtaken for promote_after_steps and went first.
+    requests_promoted: int = 0
     prompt_tokens_computed: int = 0
     generated_tokens_computed: int = 0
     tokens_sampled: int = 0
     preemptions: int = 0
+    #: Tokens computed again after a preemption; those found in the prefix cache are not.
+    tokens_recomputed: int = 0
+    #: Times a request waited for another one to compute the beginning that both share.
+    prefix_waits: int = 0
     #: Children started on the blocks of their parent.
     forks: int = 0
     #: Blocks copied because a request had to write into a shared or findable one.
@@ -45,6 +53,7 @@ class EngineStats:
     #: Gauges.
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0
     #: Parents that keep their blocks for children not started yet.
     holding: int = 0
     blocks_total: int = 0

@@ -15,6 +15,9 @@ from octavo.engine.scheduler_output import NewRequest, TokenKind
 from octavo.outputs import FinishReason, PositionLogprobs, RequestMetrics
 from octavo.sampling_params import SamplingParams
 
+#: A request waits for another one to compute the beginning that both share at most so long, in all its life.
+MOST_FOLLOWING_STEPS = 64
+
 
 class RequestStatus(Enum):
     WAITING = "waiting"
@@ -64,6 +67,8 @@ class EngineRequest:
     priority: int = 0
     #: Prefix blocks are shared only between requests of equal salt and adapter.
     cache_salt: str | None = None
+    #: Whose it is, for the policy `fair`: the server puts a name of the API key here.
+    tenant: str | None = None
     adapter: str | None = None
 
     @property
@@ -96,12 +101,14 @@ class Request:
         #: Parents, and requests that only want prompt logprobs: nothing is sampled from them.
         self.prefill_only = parent is None and (params.n > 1 or origin.max_tokens == 0)
         self.request_id = origin.request_id if parent is None else f"{origin.request_id}#{choice}"
-        #: Smaller runs first, is admitted first and is preempted last. A parent comes before its children.
-        self.order = (origin.priority, arrival_index, choice if parent is not None else -1)
+        #: By arrival; a parent comes before its children. No two requests have the same.
+        self.order = (arrival_index, choice if parent is not None else -1)
         self.arrival_index = arrival_index
         self.token_ids = list(origin.prompt_token_ids)
         self.num_prompt_tokens = len(origin.prompt_token_ids)
         self.num_computed_tokens = 0
+        #: Most tokens that had KV before a preemption: computing them is recomputing.
+        self.num_lost_tokens = 0
         #: Prompt tokens found in the prefix cache when first admitted.
         self.num_cached_tokens = 0
         self.status = RequestStatus.WAITING
@@ -112,8 +119,13 @@ class Request:
         #: The worker holds state under this id, which it must be told to drop.
         self.known_to_worker = False
         self.num_blocks_sent = 0
-        #: Last step that computed something for it (for the head of the queue: the step before it became head).
+        #: Last step that computed something for it (for the first in the queue: the last one in which the queue got on).
         self.last_step = 0
+        #: Step from which nobody queued later goes before it, and how many more it may be overtaken when queued again.
+        self.due_step: int | None = None
+        self.patience: int | None = None
+        #: Steps it may still wait for another request to compute the beginning that both share.
+        self.follow_steps_left = MOST_FOLLOWING_STEPS
         self.prompt_logprobs: list[PositionLogprobs | None] | None = [None] if self._wants_prompt_logprobs else None
         self.prompt_logprobs_sent = False
         self.metrics = RequestMetrics(arrival=origin.arrival)
@@ -121,6 +133,11 @@ class Request:
     @property
     def _wants_prompt_logprobs(self) -> bool:
         return self.parent is None and self.origin.sampling_params.prompt_logprobs is not None
+
+    @property
+    def is_fork(self) -> bool:
+        """A choice that has not been admitted yet: it starts on the blocks of its parent, if that still holds them."""
+        return self.parent is not None and not self.was_admitted
 
     @property
     def num_tokens(self) -> int:

@@ -1,56 +1,48 @@
-"""RequestQueue: requests that wait for admission, most urgent first.
+"""RequestHeap: waiting requests under keys that do not change, smallest first.
 
-Owner: the scheduler. Order is (priority, arrival, choice), so a preempted request comes back in front of everything
-that arrived later. Adding, taking and removing cost O(log n) amortised; nothing walks the queue.
-Not here: whether a request fits (scheduler.py).
+Owner: a policy (policies.py), which may hold several. Adding, taking and removing cost O(log n) amortised; nothing walks the heap.
+Not here: what the keys are (policies.py), whether a request fits (scheduler.py).
 """
 
 from __future__ import annotations
 
 import heapq
+from typing import Any
 
 from octavo.engine.request import Request
 
-_Order = tuple[int, int, int]
 
+class RequestHeap:
+    """Keys of one heap are tuples that compare with each other; two requests never have equal ones."""
 
-class RequestQueue:
     def __init__(self) -> None:
-        self._heap: list[tuple[_Order, Request]] = []
-        #: The requests really waiting; a heap entry that is not here was removed and is skipped.
-        self._live: dict[str, Request] = {}
+        self._heap: list[tuple[tuple[Any, ...], Request]] = []
+        #: The entry of each request that is really here; another one in the heap was removed and is skipped.
+        self._live: dict[str, tuple[tuple[Any, ...], Request]] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def push(self, request: Request) -> None:
+    def __contains__(self, request: Request) -> bool:
+        entry = self._live.get(request.request_id)
+        return entry is not None and entry[1] is request
+
+    def push(self, request: Request, key: tuple[Any, ...]) -> None:
         assert request.request_id not in self._live
-        self._live[request.request_id] = request
-        heapq.heappush(self._heap, (request.order, request))
+        self._live[request.request_id] = entry = (key, request)
+        heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request | None:
         while self._heap:
-            request = self._heap[0][1]
-            if self._live.get(request.request_id) is request:
-                return request
+            entry = self._heap[0]
+            if self._live.get(entry[1].request_id) is entry:
+                return entry[1]
             heapq.heappop(self._heap)
         return None
 
-    def pop(self) -> Request:
-        """Take the most urgent one. Raises IndexError when empty."""
-        request = self.peek()
-        if request is None:
-            raise IndexError("the queue is empty")
-        heapq.heappop(self._heap)
-        del self._live[request.request_id]
-        return request
-
     def remove(self, request: Request) -> None:
-        """Take out a request, wherever it stands; it never comes back under the same order."""
+        """Take a request out, wherever it stands. Raises KeyError if it is not here."""
         del self._live[request.request_id]
         if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = [item for item in self._heap if self._live.get(item[1].request_id) is item[1]]
+            self._heap = [entry for entry in self._heap if self._live.get(entry[1].request_id) is entry]
             heapq.heapify(self._heap)
-
-    def __contains__(self, request: Request) -> bool:
-        return self._live.get(request.request_id) is request

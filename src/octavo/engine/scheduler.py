@@ -1,14 +1,15 @@
 """Scheduler: which tokens of which requests are computed in the next step.
 
-Owner of the queue of waiting requests and of the sets of running ones; it alone moves a request between them and asks
-the KVCacheManager for blocks. Not here: text and stop strings (output_processor.py), running a step (engine_core.py).
+Owner of the policy, which keeps the waiting requests, and of the sets of running ones; it alone moves a request between them
+and asks the KVCacheManager for blocks. Not here: the order of the waiting (policies.py), text and stop strings
+(output_processor.py), running a step (engine_core.py).
 
 One rule, no phases: a request has tokens with KV (num_computed_tokens) and tokens it should have; a step hands out a
 budget of tokens so that the first catches up with the second. In a step, in this order:
 1. starved: the prefill that has got nothing for longest, once its turn has come (below), at most half of the budget;
 2. decodes: running requests one token behind, round robin, at most max_decode_batch_size;
-3. prefills: running requests further behind, oldest first, with the rest of the budget;
-4. admissions from the queue, most urgent first, while budget, blocks and places last. A request gets the blocks of all
+3. prefills: running requests further behind, most urgent first, with the rest of the budget;
+4. admissions from the queue, in the order of the policy, while budget, blocks and places last. A request gets the blocks of all
    its known tokens at once, so only decodes ever need another block later.
 Limits: max_num_batched_tokens a step; max_prefill_batch_size requests get more than one token, max_decode_batch_size
 exactly one.
@@ -16,29 +17,38 @@ exactly one.
 Starvation bound. With S = max_stalled_steps, B = max_num_batched_tokens, D = max_decode_batch_size:
 - a running request gets nothing for at most S steps in a row. For that, at most S * min(D - 1, B - B // 2) requests run
   (what is sure to be served beside a starved prefill), so the round robin comes around in time;
-- the same holds for half-done prefills and for the first waiting request as long as a sequence, its blocks and a
-  prefill place are free (at most S prefills are half done at a time). One starved prefill is served a step, and with
+- the same holds for half-done prefills and for the first place in the queue, whoever stands there, as long as a sequence, its
+  blocks and a prefill place are free (at most S prefills are half done at a time). How long a request may be overtaken
+  before it stands there: policies.py. One starved prefill is served a step, and with
   K of them each is called starved K - 1 steps early, so that the last one is still in time.
 Where a step can hold a single decode (B or D is 1), starved prefills take every other step only; S is then at least 4.
 
-When a decode finds no free block, a holding parent lets go of its blocks; where there is none, the most recent of the
-least urgent running requests is preempted, and will recompute. The most urgent one never is, so work always ends.
+When a decode finds no free block, a holding parent lets go of its blocks; where there is none, a running request is
+preempted and will recompute: of those the policy puts last the one with the least to recompute. The most urgent one never
+is, so work always ends.
+
+No thrash. A preempted request is admitted again only while other requests run if, beside its blocks, as many again stay free as
+its recomputed tokens fill, and that reserve is kept until as many tokens have been generated. So, but for requests that a
+more urgent one pushed out, tokens are recomputed at most twice as many as computed for the first time, and one pool.
+
+A beginning that a running prefill computes is not computed twice: who shares its next whole block follows it (followers.py).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from itertools import chain, islice
 from time import perf_counter
 
 from octavo.config import EngineConfig
 from octavo.engine.events import Why
+from octavo.engine.followers import Followers
 from octavo.engine.kv_cache_manager import KVCacheManager
 from octavo.engine.metrics import EngineStats
+from octavo.engine.policies import Policy, make_policy
 from octavo.engine.request import Request, RequestStatus
-from octavo.engine.request_queue import RequestQueue
 from octavo.engine.scheduler_output import ScheduledEntry, SchedulerOutput, TokenKind
 from octavo.engine.step_plan import PlannedEntry, StepPlan
 
@@ -52,17 +62,25 @@ class Scheduler:
         self.kv = kv
         self.stats = stats
         self.step = step
-        self.waiting = RequestQueue()
+        self.waiting: Policy = make_policy(config, kv)
+        self.followers = Followers(kv, config.max_num_seqs)
+        #: Prompt and generated tokens of all requests that wait.
+        self.num_waiting_tokens = 0
         #: Running requests with a token to compute before they can sample, and those exactly one token behind.
         self.prefilling: dict[str, Request] = {}
         self.decoding: OrderedDict[str, Request] = OrderedDict()
         #: Parents whose children are not all admitted yet.
         self.holding: dict[str, Request] = {}
         self.plan = self._empty_plan()
+        self._no_blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in kv.pools)
         self._dropped: list[str] = []
         self._dropped_in_flight: list[str] = []
         self._head: Request | None = None
-        self._blocked: tuple[Request, int, int] | None = None
+        #: Last step in which the first place of the queue was served, or could not be for lack of a place to run.
+        self._queue_served = step
+        self._blocked: tuple[Request, int, int, int] | None = None
+        #: Tokens admitted to be recomputed that generated ones have not yet made up for: so much room stays free.
+        self._debt = 0
         #: The first waiting request, if it could not start although nothing else holds anything: it never will.
         self.stuck: Request | None = None
         self._set_bounds()
@@ -95,18 +113,27 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self.prefilling) + len(self.decoding)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.followers)
+
     def running(self) -> Iterator[Request]:
         return chain(self.prefilling.values(), self.decoding.values())
 
     def add(self, request: Request) -> None:
-        self.waiting.push(request)
+        self.num_waiting_tokens += _queued_tokens(request)
+        self.waiting.push(request, self.step)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """Take a request out for good, wherever it stands (also between schedule and complete_step); twice is nothing."""
         if request.status.finished:
             return
         if request in self.waiting:
-            self.waiting.remove(request)
+            self.waiting.remove(request, self.step)
+            self.num_waiting_tokens -= _queued_tokens(request)
+        elif request in self.followers:
+            self.followers.remove(request)
+            self.num_waiting_tokens -= _queued_tokens(request)
         self._detach(request)
         request.status = status
         if request.parent is not None and not request.was_admitted:
@@ -115,6 +142,7 @@ class Scheduler:
     def append_token(self, request: Request, token_id: int) -> None:
         """A token was drawn: the request is one behind again."""
         request.token_ids.append(token_id)
+        self.waiting.generated(request)
         if self.prefilling.pop(request.request_id, None) is not None:
             self.decoding[request.request_id] = request
 
@@ -124,7 +152,7 @@ class Scheduler:
         self.holding[parent.request_id] = parent
         parent.status = RequestStatus.HOLDING
         for child in parent.make_children():
-            self.waiting.push(child)
+            self.add(child)
         return parent.children
 
     def computed_parents(self) -> list[Request]:
@@ -144,14 +172,16 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         self.step += 1
         self.plan = self._empty_plan()
+        for request in self.followers.take_done(self.step):
+            self.waiting.push(request, self.step)
         starved = self._starved_prefill()
-        if starved is not None and (starved not in self.waiting or self._admit(starved)):
+        if starved is not None and (starved not in self.waiting or (not self._follow(starved) and self._admit(starved))):
             self._plan_chunk(starved, "starved", max(1, self.config.max_num_batched_tokens // 2))
         self._plan_decodes()
-        for request in sorted(self.prefilling.values(), key=lambda r: r.order):
+        for request in sorted(self.prefilling.values(), key=self.waiting.rank):
             self._plan_chunk(request, "resumed" if request.metrics.num_preemptions else "prompt")
         self._admit_waiting()
-        self.stuck = self.waiting.peek() if not (self.num_running or self.holding) else None
+        self.stuck = self.waiting.peek(self.step) if not (self.num_running or self.holding) else None
         return self._output()
 
     def complete_step(self, failed: Container[str]) -> list[tuple[Request, PlannedEntry]]:
@@ -166,19 +196,28 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted meanwhile
             if request.request_id not in failed:
+                if self._debt or entry.start < request.num_lost_tokens:
+                    self._count_recomputed(entry)
                 request.num_computed_tokens = entry.end
                 self.kv.commit(request)
             done.append((request, entry))
         return done
 
+    def _count_recomputed(self, entry: PlannedEntry) -> None:
+        recomputed = max(0, min(entry.end, entry.request.num_lost_tokens) - entry.start)
+        self.stats.tokens_recomputed += recomputed
+        if entry.kind is TokenKind.GENERATED:
+            self._debt = max(0, self._debt - (entry.num_tokens - recomputed))
+
     def _starved_prefill(self) -> Request | None:
         """The prefill, running or first in the queue, that must be served now to keep the bound."""
         candidates = list(self.prefilling.values())
-        head = self.waiting.peek()
+        head = self.waiting.peek(self.step)
+        place = len(candidates) < self.max_prefills and self.num_running < self.max_running
+        if self._head is None or not place:
+            self._queue_served = self.step - 1  # only now the waiting of the first place begins to count
         if head is not None:
-            place = len(candidates) < self.max_prefills and self.num_running < self.max_running
-            if head is not self._head or not place:
-                head.last_step = self.step - 1  # only now its waiting begins to count
+            head.last_step = self._queue_served
             if place:
                 candidates.append(head)
         self._head = head
@@ -186,14 +225,14 @@ class Scheduler:
             return None
         if not candidates:
             return None
-        oldest = min(candidates, key=lambda r: (r.last_step, r.order))
+        oldest = min(candidates, key=lambda r: (r.last_step, self.waiting.rank(r)))
         stalled = self.step - 1 - oldest.last_step
         return oldest if stalled >= self.stall_bound + 1 - self.period * len(candidates) else None
 
     def _plan_decodes(self) -> None:
         places = min(self.plan.decode_places, self.plan.budget)
         for request in list(islice(self.decoding.values(), places)):
-            if request.request_id not in self.decoding or not self._grow(request):
+            if request.request_id not in self.decoding or not (self.kv.has_slot(request) or self._grow(request)):
                 continue  # preempted in this very step
             self._add_entry(request, 1, "decode")
             self.decoding.move_to_end(request.request_id)
@@ -220,7 +259,9 @@ class Scheduler:
         entries = self.plan.entries
         half_done = sum(not (r.request_id in entries and entries[r.request_id].completes) for r in self.prefilling.values())
         while self.plan.budget > 0 and half_done < self.max_prefills:
-            request = self.waiting.peek()
+            request = self.waiting.peek(self.step)
+            if request is not None and self._follow(request):
+                continue
             if request is None or not self._admit(request):
                 return
             why: Why = "resumed" if request.metrics.num_preemptions else "fork" if request.parent is not None else "new"
@@ -232,37 +273,57 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Move the first waiting request to the running ones, if sequences and blocks allow it."""
-        state = (request, self.kv.num_free_blocks, self.num_running)
+        state = (request, self.kv.num_free_blocks, self.num_running, self.kv.blocks_for(self._debt))
         if self.num_running > 0 and state == self._blocked:
             return False  # nothing has changed since it did not fit
-        while self.num_running >= self.max_running or not self._start(request):
+        reserve = self.num_running > 0 and (self._debt > 0 or request.num_lost_tokens > 0) and self._victim_for(request) is None
+        while self.num_running >= self.max_running or not self._start(request, reserve):
             victim = self._victim_for(request)
             if victim is None:
                 self._blocked = state
                 return False
             self._preempt(victim)
-        popped = self.waiting.pop()
-        assert popped is request, "only the first in the queue is admitted"
+        self.num_waiting_tokens -= _queued_tokens(request)
+        self._leave_queue(request)
         self._blocked = None
         if request is not self._head:
             request.last_step = self.step - 1  # it has not waited as the first one
         self.prefilling[request.request_id] = request
         request.status = RequestStatus.RUNNING
+        self._debt += max(0, min(request.num_lost_tokens, request.num_target_tokens) - request.num_computed_tokens)
         if not request.was_admitted:
             request.was_admitted = True
+            self.waiting.admitted(request)
             if request.parent is None:
                 request.num_cached_tokens = request.num_computed_tokens
             else:
                 self._child_left(request.parent)
         return True
 
-    def _start(self, request: Request) -> bool:
+    def _leave_queue(self, request: Request) -> None:
+        was_promoted = request.patience == 0
+        self.waiting.remove(request, self.step)
+        self.stats.requests_promoted += request.patience == 0 and not was_promoted
+        self._queue_served = self.step
+
+    def _start(self, request: Request, reserve: bool) -> bool:
         """Get its blocks: its parent's, or those of a cached prefix, and new ones. One block for each running request
-        stays free, so that a request is not preempted as soon as it is admitted."""
+        stays free, so that a request is not preempted as soon as it is admitted; and what `reserve` keeps from thrash."""
         parent = request.parent
+        headroom = self.num_running + (self.kv.blocks_for(self._debt) if reserve else 0)
         if parent is not None and parent.status is RequestStatus.HOLDING and not request.was_admitted:
-            return self.kv.fork(parent, request, last=parent.num_children_to_admit == 1, headroom=self.num_running)
-        return self.kv.admit(request, headroom=self.num_running)
+            return self.kv.fork(parent, request, last=parent.num_children_to_admit == 1, headroom=headroom)
+        return self.kv.admit(request, headroom=headroom, twice=reserve and request.num_lost_tokens > 0)
+
+    def _follow(self, request: Request) -> bool:
+        """Take the request out of the queue, if a running prefill is about to compute a block that it needs next."""
+        if not self.followers.add(request, self.prefilling.values(), self.step):
+            return False
+        self._leave_queue(request)
+        self.stats.prefix_waits += 1
+        return True
+
+    # Preemption
 
     def _child_left(self, parent: Request) -> None:
         """A child of the parent was admitted, or finished before that; the last one lets the parent go."""
@@ -273,23 +334,35 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """A slot for the next token of a decode; False when the request itself had to be preempted."""
         while not self.kv.allocate_slots(request, request.num_tokens):
-            victim = self._latest(self.holding.values()) or self._latest(self.running())
-            assert victim is not None
+            victim = self._latest(self.holding.values()) or self._victim()
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _victim_for(self, request: Request) -> Request | None:
-        """Whom a waiting request may push out: the less urgent; and holding parents where nothing runs at all."""
-        latest = self._latest(self.running())
-        if latest is None:
-            return self._latest(self.holding.values())
-        return latest if latest.origin.priority > request.origin.priority else None
+    def _victim(self) -> Request:
+        """Who gives up its blocks to the running ones: not the most urgent, unless it is alone."""
+        running = list(self.running())
+        if len(running) > 1:
+            running.remove(min(running, key=self.waiting.rank))
+        return self._cheapest(running)
 
-    @staticmethod
-    def _latest(requests: Iterable[Request]) -> Request | None:
-        return max(requests, key=lambda r: r.order, default=None)
+    def _victim_for(self, request: Request) -> Request | None:
+        """Whom a waiting request may push out: whom the policy says; and holding parents where nothing runs at all."""
+        if self.num_running == 0:
+            return self._latest(self.holding.values())
+        less_urgent = self.waiting.less_urgent(request, self.running())
+        return self._cheapest(less_urgent) if less_urgent else None
+
+    def _cheapest(self, requests: Collection[Request]) -> Request:
+        """Of those the policy puts last the one with the least to recompute, that frees a block at all; the latest of equal ones."""
+        level = max(map(self.waiting.level, requests))
+        costs = [(self.kv.tokens_at_risk(r), r) for r in requests if self.waiting.level(r) == level]
+        least = min(costs, key=lambda cost: (cost[0] < 0, cost[0]))[0]
+        return max((r for risk, r in costs if risk == least), key=self.waiting.rank)
+
+    def _latest(self, requests: Iterable[Request]) -> Request | None:
+        return max(requests, key=self.waiting.rank, default=None)
 
     def _preempt(self, request: Request) -> None:
         """Free its blocks. A running request is queued again; a parent is done, its children go on without it."""
@@ -301,9 +374,10 @@ class Scheduler:
             return
         self._detach(request)
         request.status = RequestStatus.PREEMPTED
+        request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         request.num_computed_tokens = 0
         request.metrics.num_preemptions += 1
-        self.waiting.push(request)
+        self.add(request)
 
     def _detach(self, request: Request) -> None:
         for group in (self.prefilling, self.decoding, self.holding):
@@ -317,15 +391,17 @@ class Scheduler:
 
     def _output(self) -> SchedulerOutput:
         # Sorted by kind, generated rows first; the plan keeps that order for the result.
-        ordered = sorted(self.plan.entries.values(), key=lambda entry: entry.kind is TokenKind.PROMPT)
-        self.plan.entries = {entry.request.request_id: entry for entry in ordered}
+        entries = self.plan.entries
+        prompts = [entry for entry in entries.values() if entry.kind is TokenKind.PROMPT]
+        ordered = [entry for entry in entries.values() if entry.kind is not TokenKind.PROMPT] + prompts
+        if prompts and len(prompts) < len(ordered):
+            self.plan.entries = {entry.request.request_id: entry for entry in ordered}
         output = SchedulerOutput(self.step, [], block_copies=self.kv.take_copies())
         for entry in ordered:
             output.entries.append(self._scheduled(entry, output))
-            if entry.kind is TokenKind.PROMPT:
-                self.stats.prompt_tokens_computed += entry.num_tokens
-            else:
-                self.stats.generated_tokens_computed += entry.num_tokens
+        num_prompt = sum(entry.num_tokens for entry in prompts)
+        self.stats.prompt_tokens_computed += num_prompt
+        self.stats.generated_tokens_computed += sum(entry.num_tokens for entry in ordered) - num_prompt
         if ordered or output.block_copies:  # otherwise there is no step that would carry them
             output.dropped_request_ids.extend(self._dropped)
             self._dropped_in_flight, self._dropped = self._dropped, []
@@ -338,8 +414,8 @@ class Scheduler:
             request.known_to_worker = True
             request.num_blocks_sent = 0
         tables = self.kv.block_tables(request)
-        new_block_ids = tuple(tuple(table[request.num_blocks_sent :]) for table in tables)
-        request.num_blocks_sent = len(tables[0])
+        sent, request.num_blocks_sent = request.num_blocks_sent, len(tables[0])
+        new_block_ids = tuple(tuple(table[sent:]) for table in tables) if request.num_blocks_sent > sent else self._no_blocks
         return ScheduledEntry(request.request_id, entry.start, entry.num_tokens, entry.kind, new_block_ids, entry.sample)
 
     def check_invariants(self) -> None:
@@ -354,3 +430,9 @@ class Scheduler:
             assert request.num_missing_tokens == 1 and not request.prefill_only
         for parent in self.holding.values():
             assert parent.status is RequestStatus.HOLDING and parent.num_children_to_admit > 0
+        assert self.num_waiting_tokens >= 0 and (self.num_waiting_tokens == 0 or self.num_waiting > 0)
+
+
+def _queued_tokens(request: Request) -> int:
+    """What a waiting request counts for in num_waiting_tokens: nothing where it only waits for the blocks of its parent."""
+    return 0 if request.is_fork else request.num_tokens

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from octavo.outputs import PositionLogprobs
 from octavo.sampling_params import SamplingParams
@@ -67,9 +68,11 @@ class NewRequest:
     adapter: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledEntry:
-    """Tokens [start, start + num_tokens) of one request, all of one kind, to be computed in this step."""
+class ScheduledEntry(NamedTuple):
+    """Tokens [start, start + num_tokens) of one request, all of one kind, to be computed in this step.
+
+    A tuple, since hundreds are made in a step: a frozen dataclass takes three times as long to make.
+    """
 
     request_id: str
     start: int

@@ -22,19 +22,11 @@ class PlannedEntry:
     num_tokens: int
     kind: TokenKind
     why: Why
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def completes(self) -> bool:
-        """Nothing of the request is missing after this entry."""
-        return self.end == self.request.num_target_tokens
-
-    @property
-    def sample(self) -> bool:
-        return self.completes and not self.request.prefill_only
+    end: int
+    #: Nothing of the request is missing after this entry.
+    completes: bool
+    #: The last of the tokens gives the next one.
+    sample: bool
 
 
 @dataclass(slots=True)
@@ -54,19 +46,23 @@ class StepPlan:
         return count if places > 0 else 0
 
     def add(self, request: Request, num_tokens: int, why: Why) -> None:
-        entry = PlannedEntry(request, request.num_computed_tokens, num_tokens, request.next_kind, why)
-        self.entries[request.request_id] = entry
-        self._count(entry, -1)
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        completes = end == request.num_target_tokens
+        kind = TokenKind.PROMPT if start < request.num_prompt_tokens else TokenKind.GENERATED
+        sample = completes and not request.prefill_only
+        self.entries[request.request_id] = PlannedEntry(request, start, num_tokens, kind, why, end, completes, sample)
+        self._count(num_tokens, -1)
 
     def remove(self, request: Request) -> None:
         """Take a request out again, if it is in."""
         entry = self.entries.pop(request.request_id, None)
         if entry is not None:
-            self._count(entry, 1)
+            self._count(entry.num_tokens, 1)
 
-    def _count(self, entry: PlannedEntry, sign: int) -> None:
-        self.budget += sign * entry.num_tokens
-        if entry.num_tokens > 1:
+    def _count(self, num_tokens: int, sign: int) -> None:
+        self.budget += sign * num_tokens
+        if num_tokens > 1:
             self.prefill_places += sign
         else:
             self.decode_places += sign

@@ -37,7 +37,7 @@ class Keys:
         return bool(self._digests)
 
     def scope_of(self, authorization: bytes) -> str | None:
-        """A name for the key in an Authorization header, for the prefix cache and nothing else; None if it is no key of ours."""
+        """A name for the key in an Authorization header, for the prefix cache and the queue alone; None if it is no key of ours."""
         scheme, _, token = authorization.partition(b" ")
         digest = self._digest(token.strip() if scheme.lower() == b"bearer" else b"")
         matches = [hmac.compare_digest(digest, known) for known in self._digests]

@@ -146,11 +146,16 @@ class _EngineCollector(Collector):
             ("prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache", stats.prefix_query_tokens),
             ("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
             ("preemptions", "Requests that lost their blocks for a while", stats.preemptions),
+            ("recomputed_tokens", "Tokens computed again after a preemption", stats.tokens_recomputed),
+            ("prefix_waits", "Times a request waited for another one to compute a common beginning", stats.prefix_waits),
+            ("refused_requests", "Requests refused because the queue was full", stats.requests_refused),
+            ("promoted_requests", "Requests that had been overtaken for promote_after_steps and went first", stats.requests_promoted),
         )
         gauges: tuple[tuple[str, str, float], ...] = (
             ("engine_healthy", "1: the engine is ready and makes progress", float(self._engine.healthy())),
             ("requests_running", "Sequences that are computed", stats.running),
             ("requests_waiting", "Sequences that wait in the engine's queue", stats.waiting),
+            ("waiting_tokens", "Tokens of the sequences that wait in the engine's queue", stats.waiting_tokens),
             ("kv_cache_usage_ratio", "Share of the KV pool that is held", stats.kv_usage),
         )
         for name, help, value in counters:

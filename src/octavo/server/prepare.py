@@ -165,6 +165,7 @@ def _chat(job: Job, request: ChatRequest, params: SamplingParams, intake: Intake
             chat_template_kwargs=request.chat_template_kwargs,
             priority=request.priority,
             cache_salt=salt,
+            tenant=job.key_scope,
             arrival=job.arrival,
         )
     except InvalidRequestError as error:
@@ -184,7 +185,14 @@ def _completions(job: Job, request: CompletionRequest, params: SamplingParams, i
         try:
             made.append(
                 intake.processor.process(
-                    name, prompt, params, parse_special=True, priority=request.priority, cache_salt=salt, arrival=job.arrival
+                    name,
+                    prompt,
+                    params,
+                    parse_special=True,
+                    priority=request.priority,
+                    cache_salt=salt,
+                    tenant=job.key_scope,
+                    arrival=job.arrival,
                 )
             )
         except InvalidRequestError as error:
