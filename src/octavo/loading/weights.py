@@ -41,7 +41,9 @@ def load_weights(
         done = 0
         for spec in plain:
             weights[spec.target] = loader.load(spec, ops)
-            done += sum(loader.source.nbytes(name) for name in loader.names(spec))
+            for name in loader.names(spec):
+                loader.source.release(name)
+                done += loader.source.nbytes(name)
             if progress is not None:
                 progress(done, total)
     finally:
