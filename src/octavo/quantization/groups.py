@@ -112,7 +112,8 @@ def four_bits(x: Floats, dtype: type[np.floating[Any]]) -> tuple[npt.NDArray[np.
 
 
 def _codes(x: Floats, scale: Floats, offset: Floats) -> Floats:
-    return np.clip(np.rint((x - offset[:, None]) * _inverse(scale)[:, None]), np.float32(0), np.float32(15))
+    codes: Floats = np.clip(np.rint((x - offset[:, None]) * _inverse(scale)[:, None]), np.float32(0), np.float32(15))
+    return codes
 
 
 def _inverse(scale: npt.NDArray[Any]) -> Floats:
