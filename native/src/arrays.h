@@ -57,13 +57,21 @@ inline KvType kv_type(const std::string& name) {
     throw nb::value_error(("unknown KV dtype " + name + ": choose f32, bf16 or f16").c_str());
 }
 
-inline Layout layout_of(const std::string& name) {
-    static const struct { const char* name; Layout layout; } layouts[] = {
-        {"f32", Layout::F32},      {"f16", Layout::F16},      {"bf16", Layout::BF16},
-        {"q4_b32", Layout::Q4B32}, {"q8_b32", Layout::Q8B32}, {"q8_b16", Layout::Q8B16},
+// The kernels' layout of a PackedTensor, and how many values of it share a scale.
+struct LayoutName {
+    const char* name;
+    Layout layout;
+    int64_t group;
+};
+
+inline LayoutName layout_of(const std::string& name) {
+    static const LayoutName layouts[] = {
+        {"f32", Layout::F32, 1},       {"f16", Layout::F16, 1},       {"bf16", Layout::BF16, 1},
+        {"q4_b32", Layout::Q4B32, 32}, {"q8_b32", Layout::Q8B32, 32}, {"q8_b16", Layout::Q8B16, 16},
+        {"q4_g128", Layout::Q4B32, 128}, {"q8_g128", Layout::Q8B32, 128},
     };
     for (const auto& entry : layouts)
-        if (name == entry.name) return entry.layout;
+        if (name == entry.name) return entry;
     throw nb::value_error(("unknown weight layout " + name).c_str());
 }
 

@@ -11,21 +11,25 @@ namespace octavo {
 
 namespace {
 
+using AnyArray = nb::ndarray<nb::ro, nb::device::cpu>;
 using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::device::cpu>;
 
-struct Rows {
+// An array of two dimensions, or of three whose middle one counts blocks. Strides in items: of the first dimension, and of
+// the one before the last of three (`step`), or of the last of two.
+struct Items {
     const void* data;
-    int64_t rows, cols, stride;
+    int64_t rows, cols, stride, step;
 };
 
-// `a` as rows of items of one of the allowed types; which one through `is_first`.
-Rows rows_of(const AnyRows& a, nb::dlpack::dtype first, nb::dlpack::dtype second, bool* is_first, const char* name) {
+// `a`, whose items must be of one of the allowed types; which one through `is_first`.
+template <typename Array> Items items_of(const Array& a, nb::dlpack::dtype first, nb::dlpack::dtype second, bool* is_first, const char* name) {
     *is_first = a.dtype() == first;
     if (!*is_first && a.dtype() != second) throw nb::type_error((std::string(name) + " has a dtype its layout does not use").c_str());
-    const int64_t rows = int64_t(a.shape(0)), cols = int64_t(a.shape(1));
-    if (rows > 0 && cols > 1 && a.stride(1) != 1) refuse(name, "must be contiguous along its rows");
+    if (a.ndim() != 2 && a.ndim() != 3) refuse(name, "must have two dimensions, or three");
     if (reinterpret_cast<uintptr_t>(a.data()) % size_t(a.dtype().bits / 8)) refuse(name, "must be aligned to its item size");
-    return {a.data(), rows, cols, rows > 1 ? a.stride(0) : cols};
+    const int64_t rows = int64_t(a.shape(0)), middle = int64_t(a.shape(1)), last = a.ndim() == 3 ? int64_t(a.shape(2)) : 1;
+    const int64_t step = middle > 1 ? a.stride(1) : last;
+    return {a.data(), rows, middle * last, rows > 1 ? a.stride(0) : middle * step, step};
 }
 
 nb::dlpack::dtype item_type(Layout layout) {
@@ -37,36 +41,48 @@ nb::dlpack::dtype item_type(Layout layout) {
 // Halves arrive as uint16: their bits.
 void add_scales(PartSource& part, const std::optional<AnyRows>& scale, const std::optional<AnyRows>& offset, int64_t per_row) {
     if (!scale) refuse("scale", "is needed by a quantised layout");
-    const Rows s = rows_of(*scale, nb::dtype<uint16_t>(), nb::dtype<float>(), &part.scale_f16, "scale");
+    const Items s = items_of(*scale, nb::dtype<uint16_t>(), nb::dtype<float>(), &part.scale_f16, "scale");
     if (s.rows != part.n || s.cols != per_row) refuse("scale", "must be [N, K / block]");
     part.scale = s.data;
     part.scale_stride = s.stride;
+    part.scale_step = s.step;
     if (!offset) return;
     bool offset_f16;
-    const Rows o = rows_of(*offset, nb::dtype<uint16_t>(), nb::dtype<float>(), &offset_f16, "offset");
+    const Items o = items_of(*offset, nb::dtype<uint16_t>(), nb::dtype<float>(), &offset_f16, "offset");
     if (o.rows != part.n || o.cols != per_row) refuse("offset", "must be [N, K / block]");
     if (offset_f16 != part.scale_f16) throw nb::type_error("offset must have the dtype of scale");
     part.offset = o.data;
     part.offset_stride = o.stride;
+    part.offset_step = o.step;
 }
 
-void pack_part(Context& context, PackedWeight& weight, const std::string& layout_name, const AnyRows& data,
-               std::optional<AnyRows> scale, std::optional<AnyRows> offset, int zero) {
-    PartSource part{};
-    part.layout = layout_of(layout_name);
+// Rows, or blocks, of neighbouring items; K follows from them.
+void add_data(PartSource& part, const AnyArray& data) {
     const nb::dlpack::dtype item = item_type(part.layout);
     bool unused;
-    const Rows rows = rows_of(data, item, item, &unused, "data");
-    part.n = rows.rows;
-    part.k = part.layout == Layout::Q4B32 ? rows.cols * 2 : rows.cols;
-    part.data = rows.data;
-    part.data_stride = rows.stride;
+    const Items items = items_of(data, item, item, &unused, "data");
+    const int64_t last = int64_t(data.shape(data.ndim() - 1)), block = part.layout == Layout::Q4B32 ? 16 : kBlock;
+    if (items.rows > 0 && last > 1 && data.stride(data.ndim() - 1) != 1) refuse("data", "must be contiguous along its rows");
+    if (data.ndim() == 3 && (!is_quantized(part.layout) || last != block)) refuse("data", "of three dimensions must be [N, K / 32, bytes of a block]");
+    part.n = items.rows;
+    part.k = part.layout == Layout::Q4B32 ? items.cols * 2 : items.cols;
+    part.data = items.data;
+    part.data_stride = items.stride;
+    part.block_stride = data.ndim() == 3 ? items.step : block;
+}
+
+void pack_part(Context& context, PackedWeight& weight, const std::string& layout_name, const AnyArray& data,
+               std::optional<AnyRows> scale, std::optional<AnyRows> offset, int zero) {
+    PartSource part{};
+    const LayoutName layout = layout_of(layout_name);
+    part.layout = layout.layout;
+    add_data(part, data);
     part.zero = zero;
     if (is_quantized(part.layout)) {
-        const int64_t block = part.layout == Layout::Q8B16 ? 16 : 32;
-        if (part.k % block) refuse("data", "must have whole blocks along K");
+        if (part.k % layout.group) refuse("data", "must have whole blocks along K");
         if (zero < -255 || zero > 255) refuse("zero", "must be between -255 and 255");
-        add_scales(part, scale, offset, part.k / block);
+        part.scale_blocks = std::max<int64_t>(1, layout.group / kBlock);
+        add_scales(part, scale, offset, part.k / layout.group);
     } else if (scale || offset || zero) {
         refuse("scale, offset and zero", "belong to quantised layouts");
     }

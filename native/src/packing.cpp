@@ -41,36 +41,37 @@ template <typename T> void pack_float_panel(const PartSource& part, int64_t pane
     }
 }
 
-template <typename T>
-void pack_scales(const void* source, int64_t stride, int64_t row, int64_t first, int64_t count, int64_t available, uint8_t* out, int64_t c) {
-    const T* from = static_cast<const T*>(source) + row * stride;
-    for (int64_t h = 0; h < count && first + h < available; ++h) reinterpret_cast<T*>(out)[h * kPanel + c] = from[first + h];
+// `from`: the first of `count` scales that go to column c of a block.
+template <typename T> void pack_scales(const void* from, int64_t step, int64_t count, uint8_t* out, int64_t c) {
+    for (int64_t h = 0; h < count; ++h) reinterpret_cast<T*>(out)[h * kPanel + c] = static_cast<const T*>(from)[h * step];
 }
 
 void pack_block_column(const PartSource& part, const Segment& s, int64_t row, int64_t c, int64_t b, uint8_t* block) {
-    if (s.layout == Layout::Q4B32) {
-        // Byte j holds elements j and 16 + j: the panel's nibbles pair the same way.
-        const uint8_t* from = static_cast<const uint8_t*>(part.data) + row * part.data_stride + b * 16;
-        for (int64_t j = 0; j < 16; ++j) block[j / 4 * 64 + c * 4 + j % 4] = from[j];
-    } else {
-        const uint8_t* from = static_cast<const uint8_t*>(part.data) + row * part.data_stride + b * kBlock;
-        const int64_t valid = std::min(kBlock, part.k - b * kBlock);
-        for (int64_t j = 0; j < valid; ++j) block[j / 4 * 64 + c * 4 + j % 4] = from[j];
-    }
-    const int64_t count = scales_per_block(s.layout), available = part.k / (kBlock / count);
+    // Of 4-bit data, byte j holds elements j and 16 + j: the panel's nibbles pair the same way. A half block comes in fours too.
+    const uint8_t* from = static_cast<const uint8_t*>(part.data) + row * part.data_stride + b * part.block_stride;
+    const int64_t bytes = s.layout == Layout::Q4B32 ? 16 : std::min(kBlock, part.k - b * kBlock);
+    for (int64_t j = 0; j < bytes; j += 4) std::memcpy(block + j * kPanel + c * 4, from + j, 4);
+    const int64_t per_block = scales_per_block(s.layout), width = s.scale_f16 ? 2 : 4, first = b * per_block / part.scale_blocks;
+    const int64_t count = std::min(per_block, part.k * per_block / kBlock - first * part.scale_blocks);
     uint8_t* scales = block + quant_bytes(s.layout);
-    uint8_t* offsets = scales + count * kPanel * (s.scale_f16 ? 2 : 4);
     const auto pack = s.scale_f16 ? pack_scales<uint16_t> : pack_scales<uint32_t>;
-    pack(part.scale, part.scale_stride, row, b * count, count, available, scales, c);
-    if (s.has_offset) pack(part.offset, part.offset_stride, row, b * count, count, available, offsets, c);
+    const auto at = [&](const void* source, int64_t stride, int64_t step) { return static_cast<const uint8_t*>(source) + (row * stride + first * step) * width; };
+    pack(at(part.scale, part.scale_stride, part.scale_step), part.scale_step, count, scales, c);
+    if (s.has_offset)
+        pack(at(part.offset, part.offset_stride, part.offset_step), part.offset_step, count, scales + per_block * kPanel * width, c);
 }
 
 void pack_panel(const PartSource& part, const Segment& s, int64_t p, uint8_t* out) {
     const int64_t columns = std::min(kPanel, part.n - p * kPanel);
     if (part.layout == Layout::F32) return pack_float_panel(part, p, columns, reinterpret_cast<uint32_t*>(out));
     if (!is_quantized(part.layout)) return pack_float_panel(part, p, columns, reinterpret_cast<uint16_t*>(out));
-    for (int64_t c = 0; c < columns; ++c)
-        for (int64_t b = 0; b < s.k / kBlock; ++b) pack_block_column(part, s, p * kPanel + c, c, b, out + b * s.block_bytes);
+    // A few blocks of all columns at a time: sixteen rows are read in step, and what is written stays in the cache.
+    constexpr int64_t kRun = 8;
+    const int64_t blocks = s.k / kBlock;
+    for (int64_t first = 0; first < blocks; first += kRun)
+        for (int64_t c = 0; c < columns; ++c)
+            for (int64_t b = first; b < std::min(blocks, first + kRun); ++b)
+                pack_block_column(part, s, p * kPanel + c, c, b, out + b * s.block_bytes);
 }
 
 float read_scale(const uint8_t* at, bool f16, int64_t index) {
@@ -125,7 +126,11 @@ void PackedWeight::add(const PartSource& part, ThreadPool& pool) {
     Memory memory(checked_product(s.panels, s.panel_bytes, "a weight"), "a weight");
     uint8_t* data = memory.data();
     s.data = data;
-    pool.run(s.panels, [&](int64_t p) { pack_panel(part, s, p, data + p * s.panel_bytes); });
+    // Runs of panels of some megabytes: two threads that enter a huge page at once would both clear it, and one in vain.
+    const int64_t run = std::clamp<int64_t>((int64_t(8) << 20) / s.panel_bytes, 1, (s.panels + pool.threads() - 1) / pool.threads());
+    pool.run((s.panels + run - 1) / run, [&](int64_t i) {
+        for (int64_t p = i * run; p < std::min(s.panels, (i + 1) * run); ++p) pack_panel(part, s, p, data + p * s.panel_bytes);
+    });
     memory_.push_back(std::move(memory));
     segments_.push_back(s);
     columns_ += part.n;

@@ -18,7 +18,11 @@
 
 namespace octavo {
 
-// A matrix as the loader hands it over (PackedTensor in octavo/ops/api.py). Strides in elements, along N.
+// A matrix as the loader hands it over (PackedTensor in octavo/ops/api.py). Strides in elements: along N, and from one
+// block of 32 (for scales: from one scale) to the next, so that the blocks of a file are read where they lie.
+//
+// Groups of 128 arrive as Q4B32 or Q8B32 with scale_blocks = 4: a group's scale is repeated for each of its blocks. A
+// kernel that reads one scale a group would have a layout of its own, and end this.
 struct PartSource {
     Layout layout;
     int64_t n, k;
@@ -27,6 +31,8 @@ struct PartSource {
     const void* scale = nullptr;
     const void* offset = nullptr;
     int64_t scale_stride = 0, offset_stride = 0;
+    int64_t block_stride = 0, scale_step = 1, offset_step = 1;
+    int64_t scale_blocks = 1;
     bool scale_f16 = false;
     int32_t zero = 0;
 };

@@ -59,6 +59,9 @@ class EngineConfig:
     kv_dtype: Literal["auto", "f32", "f16", "bf16"] = _setting(
         "auto", "what the KV pool stores; auto: bf16 on native kernels, f32 on the reference"
     )
+    quantize: Literal["none", "int4", "int8"] = _setting(
+        "none", "quantise float weights while loading; int4 keeps embedding and output head at int8"
+    )
     num_kv_blocks: int | None = _setting(None, "size of the KV pool in blocks, instead of kv_cache_memory")
     block_size: int = _setting(16, "tokens in a KV block")
     max_model_len: int | None = _setting(None, "longest sequence, prompt and answer; default: the model's own")
@@ -93,6 +96,7 @@ class EngineConfig:
             ("backend", ("auto", "cpu", "reference", "torch")),
             ("kv_dtype", ("auto", "f32", "f16", "bf16")),
             ("policy", get_args(PolicyName)),
+            ("quantize", ("none", "int4", "int8")),
         ):
             if getattr(self, name) not in words:
                 raise ConfigError(f"{name} must be {', '.join(words[:-1])} or {words[-1]}, got {shown(getattr(self, name))}")

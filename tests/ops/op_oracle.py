@@ -43,8 +43,8 @@ def random_packed(
             return PackedTensor("f16", shape, half.view(np.uint16)), half.astype(np.float64)
         bits = (values.view(np.uint32) >> 16).astype(np.uint16)
         return PackedTensor("bf16", shape, bits), np.array((bits.astype(np.uint32) << 16).view(np.float32), np.float64)
-    block = 16 if layout == "q8_b16" else 32
-    low, high = (0, 16) if layout == "q4_b32" else (-128, 128)
+    block = {"q8_b16": 16, "q4_g128": 128, "q8_g128": 128}.get(layout, 32)
+    low, high = (0, 16) if layout.startswith("q4") else (-128, 128)
     q = rng.integers(low, high, shape)
     scale = (rng.standard_normal((rows, cols // block)) * 0.1).astype(scale_dtype)
     shift = rng.standard_normal((rows, cols // block)).astype(scale_dtype) if offset else None
@@ -55,7 +55,7 @@ def random_packed(
 
 
 def pack_q(layout: str, q: np.ndarray) -> np.ndarray:
-    if layout != "q4_b32":
+    if not layout.startswith("q4"):
         return q.astype(np.int8)
     rows, cols = q.shape
     data = np.zeros((rows, cols // 2), np.uint8)

@@ -43,10 +43,10 @@ def test_too_large_for_half_precision_is_infinite():
     assert layout.round_to(np.array([1e5, -1e5], np.float32), "f16").tolist() == [np.inf, -np.inf]
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q4_b32", "q8_b32", "q8_b16"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q4_b32", "q8_b32", "q8_b16", "q4_g128", "q8_g128"])
 def test_many_rows_are_dequantised_piece_by_piece(kind, monkeypatch):
     monkeypatch.setattr(layout, "_CHUNK_ELEMENTS", 200)
-    packed, values = random_packed(np.random.default_rng(2), kind, 23, 64)
+    packed, values = random_packed(np.random.default_rng(2), kind, 23, 128)
     np.testing.assert_allclose(layout.dequantize(packed), values, rtol=1e-6)
 
 
@@ -61,7 +61,8 @@ def _q8(**changes):
         _q8(layout="q5_k"), _q8(shape=(5, 64)), _q8(shape=(4, 63)), _q8(scale=None), _q8(scale=np.ones((4, 1), np.float32)),
         _q8(scale=np.ones((4, 2), np.int8)), _q8(offset=np.ones((2, 4), np.float32)), _q8(data=np.zeros((4, 64), np.uint8)),
         _q8(layout="f32"), _q8(layout="f32", data=np.zeros((4, 64), np.float32)),
-        _q8(layout="q4_b32", data=np.zeros((4, 64), np.uint8)), _q8(layout="q8_b16"),
+        _q8(layout="q4_b32", data=np.zeros((4, 64), np.uint8)), _q8(layout="q8_b16"), _q8(data=np.zeros((4, 4, 16), np.int8)),
+        _q8(layout="q8_g128", scale=np.ones((4, 1), np.float32)), _q8(layout="q8_g128", shape=(4, 128), data=np.zeros((4, 128), np.int8)),
     ],
 )  # fmt: skip
 def test_inconsistent_tensors_are_refused(bad):

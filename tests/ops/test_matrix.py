@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from octavo.model_config import RopeConfig
-from octavo.ops.api import KVSpec, OpNeeds
+from octavo.ops import layout
+from octavo.ops.api import KVSpec, OpNeeds, PackedTensor
 from octavo.ops.needs import OP_NAMES
 from tests.ops import op_oracle as oracle
 from tests.ops.op_oracle import Segment, make_batch, random_packed
@@ -197,7 +198,13 @@ WEIGHTS = {
     "q4_b32": {"zero": 8}, "q4_b32+offset": {"offset": True}, "q4_b32+offset_f32": {"offset": True, "scale_dtype": np.float32},
     "q8_b32": {}, "q8_b32+offset": {"offset": True}, "q8_b32+zero": {"zero": 16, "scale_dtype": np.float32},
     "q8_b16": {}, "q8_b16+offset": {"offset": True, "scale_dtype": np.float32},
+    "q4_g128+offset": {"offset": True}, "q4_g128+offset_f32": {"offset": True, "scale_dtype": np.float32}, "q4_g128": {"zero": 8},
+    "q8_g128": {}, "q8_g128+offset_f32": {"offset": True, "scale_dtype": np.float32},
 }  # fmt: skip
+
+
+#: [N, K], without and with groups of 128.
+SHAPES = [[(1, 32), (7, 64), (16, 96), (37, 576), (65, 160), (128, 1024)], [(1, 128), (19, 384), (65, 1024)]]
 
 
 def make_weight(rng: np.random.Generator, kind: str, rows: int, cols: int):
@@ -221,8 +228,7 @@ def linear_allowed(
 
 
 @every_backend
-@pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize(("n", "k"), [(1, 32), (7, 64), (16, 96), (37, 576), (65, 160), (128, 1024)])
+@pytest.mark.parametrize(("kind", "n", "k"), [(kind, *shape) for kind in WEIGHTS for shape in SHAPES["g128" in kind]])
 def test_linear(backend, kind, n, k):
     rng = np.random.default_rng(n * k)
     ops = backend.build()
@@ -253,6 +259,32 @@ def test_linear_with_odd_inner_size(backend, kind, k):
         ops.begin_step(rows)
         result = ops.to_numpy(ops.linear(backend.array(x), weight, rows // 2))
         close(result, x.astype(np.float64) @ matrix.T, linear_allowed(backend, kind, x, matrix, 0.0))
+
+
+@every_backend
+@pytest.mark.parametrize("kind", ["q4_b32", "q4_b32+offset_f32", "q8_b32+offset", "q8_b32"])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_blocks_are_read_where_they_lie(backend, kind, gap):
+    """Records of scale, offset and data, as a file holds them: the same weight as from separate arrays, to the bit."""
+    rng = np.random.default_rng(3)
+    packed, _ = make_weight(rng, kind, 21, 96)
+    width = 16 if packed.layout == "q4_b32" else 32
+    scale, data = packed.scale.dtype.str, packed.data.dtype.str
+    record = np.zeros((21, 3), np.dtype([("d", scale), ("m", scale), ("qs", data, width), ("gap", "u1", gap * packed.scale.itemsize)]))
+    record["d"], record["qs"] = packed.scale, packed.data.reshape(21, 3, width)
+    offset = record["m"] if packed.offset is not None else None
+    if offset is not None:
+        offset[:] = packed.offset
+    views = PackedTensor(packed.layout, packed.shape, record["qs"], record["d"], offset, packed.zero)
+    x, results = strided(rng, 5, 96), []
+    np.testing.assert_array_equal(layout.dequantize(views), layout.dequantize(packed))
+    for part in (packed, views):
+        ops = backend.build()
+        weight = ops.pack_linear([part])
+        ops.begin_step(5)
+        results.append(ops.to_numpy(ops.linear(backend.array(x), weight, 2)).copy())
+    record["qs"] = 0  # copied: the parts' memory may go
+    np.testing.assert_array_equal(*results)
 
 
 @every_backend
@@ -301,7 +333,7 @@ def test_weights_may_be_read_only_and_strided(backend):
 def test_embedding_is_the_dequantised_row(backend, kind):
     rng = np.random.default_rng(3)
     ops = backend.build()
-    packed, matrix = make_weight(rng, kind, 23, 96)
+    packed, matrix = make_weight(rng, kind, 23, 384 if "g128" in kind else 96)
     weight = ops.pack_linear([packed])
     for ids in ([], [0], [22], [5, 5, 0, 22, 7] * 4):
         ops.begin_step(len(ids))

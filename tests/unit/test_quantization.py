@@ -71,13 +71,21 @@ def test_shapes_and_dtypes_keep_the_contract(kind):
     block = BLOCK[packed.layout] or None
     expected = {"f32": np.float32, "f16": np.uint16, "bf16": np.uint16, "q4_b32": np.uint8, "q8_b32": np.int8, "q8_b16": np.int8}
     assert packed.data.dtype == expected[packed.layout]
-    assert packed.data.shape == (6, 256 if packed.layout == "q4_b32" else 512)
-    assert packed.data.strides[1] == packed.data.itemsize
+    assert packed.data.reshape(6, -1).shape == (6, 256 if packed.layout == "q4_b32" else 512)
+    assert packed.data.strides[-1] == packed.data.itemsize
     for plane in (packed.scale, packed.offset):
         if plane is not None:
             assert plane.shape == (6, 512 // block)
             assert plane.dtype == (np.float32 if NAMES[kind].endswith("_K") else np.float16)
     assert (packed.scale is None) == (block is None)
+
+
+@pytest.mark.parametrize("kind", [2, 3, 8], ids=NAMES.get)
+def test_blocks_of_32_are_views(kind):
+    buffer = np.frombuffer(raw_rows(kind, 4, 64).tobytes(), np.uint8)
+    packed = transcode(memoryview(buffer), kind, (4, 64), name="w")
+    for plane in filter(lambda plane: plane is not None, (packed.data, packed.scale, packed.offset)):
+        assert np.shares_memory(plane, buffer)
 
 
 @pytest.mark.parametrize("kind", [0, 1, 30], ids=NAMES.get)

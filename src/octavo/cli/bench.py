@@ -1,4 +1,4 @@
-"""`octavo bench serve` and `octavo bench latency`: measures a server, or the engine in this process.
+"""`octavo bench`: measures a server, or the engine in this process; make-model (make_model.py) makes a model to measure with.
 
 Tables for people go to standard output, or one JSON object with --json; the progress bar goes to a terminal only.
 Stateless. Not here: how anything is measured (bench/), the committed experiments (the checkout's benchmarks/).
@@ -17,6 +17,7 @@ import typer
 
 from octavo.cli import terminal
 from octavo.cli.answer import open_llm
+from octavo.cli.make_model import make_model
 from octavo.cli.options import chosen_model, engine_options
 from octavo.config import EngineConfig
 from octavo.config_sources import coerce
@@ -29,6 +30,7 @@ Examples:
   octavo bench serve --max-decode-batch-size 4 --plot batch4.svg
   octavo bench serve --url http://127.0.0.1:8000 --rate 2 --requests 100 --json
   octavo bench latency --prompt-tokens 128,512 --batch-size 1,8 --breakdown
+  octavo bench make-model qwen2.5-7b --format gguf-q4_0 --output random-7b.gguf
 """
 METHOD = "one client, streams; definitions in docs/benchmarks.md"
 
@@ -215,7 +217,7 @@ def _latency_tables(results: dict[str, Any]) -> list[Any]:
     return found
 
 
-commands = {"serve": serve, "latency": latency}
+commands = {"serve": serve, "latency": latency, "make-model": make_model}
 
 
 def _number(flag: str, text: str, kind: Any, low: float, high: float) -> Any:

@@ -229,6 +229,10 @@ class GGUFFile:
         """Read-only bytes [offset, offset + nbytes) of the file, not copied."""
         return self._mapped.view(offset, nbytes)
 
+    def release(self, tensor: GGUFTensor) -> None:
+        """Its bytes have been read: the memory may go (MappedFile.release)."""
+        self._mapped.release(tensor.offset, tensor.nbytes)
+
     @property
     def closed(self) -> bool:
         return self._mapped.closed

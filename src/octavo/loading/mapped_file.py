@@ -65,6 +65,14 @@ class MappedFile:
             raise ModelLoadError(f"{self.path}: has changed while it was read (a download still running?)")
         return memoryview(self.buffer)[offset : offset + nbytes]
 
+    def release(self, offset: int, nbytes: int) -> None:
+        """Lets go of the memory of these bytes, which have been read: the file's pages stay in the system's cache, and
+        come back where a view is read again."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            with suppress(OSError):  # a wish
+                self._map.madvise(mmap.MADV_DONTNEED, start, offset + nbytes - start)
+
     def close(self) -> None:
         """Unmaps the file, or, where views of it are still alive, leaves that to the last of them."""
         mapped, self._map = self._map, None

@@ -37,6 +37,10 @@ class TensorSource(Protocol):
         """A two-dimensional tensor [N, K]. May view the file. ModelLoadError naming the tensor for an unsupported type."""
         ...
 
+    def release(self, name: str) -> None:
+        """The tensor has been read, and what was made of it no longer needs the file's memory."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -69,6 +73,9 @@ class GGUFSource:
         except ModelLoadError as error:
             raise ModelLoadError(f"{self.where}: {error}") from None
 
+    def release(self, name: str) -> None:
+        self.file.release(self.file.tensors[name])
+
     def close(self) -> None:
         self.file.close()
 
@@ -93,6 +100,10 @@ class SafetensorsSource:
                 f"{tensor.file.path}: tensor {shown(name)} has the dtype {tensor.dtype}; only F32, F16 and BF16 are supported"
             )
         return transcoder(tensor.raw(), _as_matrix(tensor.shape))
+
+    def release(self, name: str) -> None:
+        tensor = self.checkpoint.tensors[name]
+        tensor.file.mapped.release(tensor.offset, tensor.nbytes)
 
     def close(self) -> None:
         self.checkpoint.close()

@@ -6,6 +6,8 @@ Owner of the open files while it runs. Not here: the tables (models/), block for
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,21 +21,32 @@ from octavo.loading.model_files import ModelFiles
 from octavo.loading.safetensors import Checkpoint
 from octavo.loading.tensor_source import GGUFSource, SafetensorsSource, TensorSource, vector
 from octavo.ops.api import Ops, PackedTensor
+from octavo.quantization import groups
 from octavo.quantization.packed import permute_rows
 from octavo.weight_spec import Part, WeightSpec
 
 #: Buffers that old checkpoints store although they follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
+#: Matrices that int4 keeps at eight bits: one row of them is a whole token, and errors there cost most.
+_EIGHT_BITS = frozenset({"embed.weight", "lm_head.weight"})
+
+_log = logging.getLogger("octavo")
 
 
 def load_weights(
-    files: ModelFiles, specs: Sequence[WeightSpec], ops: Ops, progress: Callable[[int, int], None] | None = None
+    files: ModelFiles,
+    specs: Sequence[WeightSpec],
+    ops: Ops,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    quantize: str = "none",
 ) -> dict[str, Any]:
     """Target -> weight as `ops` packs it; a tied target shares the object of the one it is tied to.
 
-    `progress` gets (bytes done, bytes in all) after each weight. Raises ModelLoadError naming tensors.
+    `progress` gets (bytes done, bytes in all) after each weight. quantize: "none", "int4" or "int8" of float matrices
+    (quantization/groups.py); what is quantised already stays. Raises ModelLoadError naming tensors.
     """
-    loader = _Loader(_open(files), gguf=files.kind == "gguf")
+    loader = _Loader(_open(files), gguf=files.kind == "gguf", quantize=quantize)
     try:
         plain, tied = loader.plan(specs)
         weights: dict[str, Any] = {}
@@ -41,11 +54,14 @@ def load_weights(
         done = 0
         for spec in plain:
             weights[spec.target] = loader.load(spec, ops)
-            done += sum(loader.source.nbytes(name) for name in loader.names(spec))
+            for name in loader.names(spec):
+                loader.source.release(name)
+                done += loader.source.nbytes(name)
             if progress is not None:
                 progress(done, total)
     finally:
         loader.source.close()
+    loader.log_quantized()
     for spec in tied:
         if spec.tied_to not in weights:
             raise ModelLoadError(f"{spec.target} is tied to {spec.tied_to}, which is no weight of the model")
@@ -63,9 +79,12 @@ def _open(files: ModelFiles) -> TensorSource:
 class _Loader:
     """One load: the open source, which name column of the table it uses, and the tensors spoken for."""
 
-    def __init__(self, source: TensorSource, gguf: bool) -> None:
+    def __init__(self, source: TensorSource, gguf: bool, quantize: str = "none") -> None:
         self.source = source
         self.gguf = gguf
+        self.quantize = quantize
+        #: Matrices by the layout `quantize` gave them, or by "kept ..." and why.
+        self.quantized: Counter[str] = Counter()
         self.shapes = source.shapes()
         self.used: set[str] = set()
 
@@ -125,11 +144,31 @@ class _Loader:
         if spec.kind == "vector":
             return ops.pack_vector(np.concatenate([vector(self.source, name) for name in self.names(spec)]))
         bias = np.concatenate([self._bias(part) for part in spec.parts]) if spec.bias else None
-        return ops.pack_linear([self._matrix(part) for part in spec.parts], bias)
+        return ops.pack_linear([self._matrix(part, spec) for part in spec.parts], bias)
 
-    def _matrix(self, part: Part) -> PackedTensor:
+    def _matrix(self, part: Part, spec: WeightSpec) -> PackedTensor:
         packed = self.source.matrix(f"{self.stem(part)}.weight")
+        if self.quantize != "none":
+            packed = self._quantize(packed, 8 if spec.target in _EIGHT_BITS or self.quantize == "int8" else 4)
         return packed if (order := self._row_order(part)) is None else permute_rows(packed, order)
+
+    def _quantize(self, packed: PackedTensor, bits: int) -> PackedTensor:
+        if packed.layout not in groups.FLOATS:
+            self.quantized[f"kept as they are in the file ({packed.layout})"] += 1
+            return packed
+        if not groups.group_size(packed.shape[1]):
+            self.quantized["kept as floats (K is no multiple of 32)"] += 1
+            return packed
+        made = groups.quantize(packed, bits)
+        self.quantized[made.layout] += 1
+        return made
+
+    def log_quantized(self) -> None:
+        if self.quantize == "none":
+            return
+        counts = ", ".join(f"{count} {what}" for what, count in sorted(self.quantized.items()))
+        changed = any(not what.startswith("kept") for what in self.quantized)
+        _log.log(logging.INFO if changed else logging.WARNING, "quantize %s: matrices: %s", self.quantize, counts)
 
     def _bias(self, part: Part) -> npt.NDArray[np.float32]:
         values = vector(self.source, f"{self.stem(part)}.bias")

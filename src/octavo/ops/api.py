@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: An array of the backend: numpy.ndarray, or torch.Tensor under ops/torch.
 Array = Any
 
-Layout = Literal["f32", "f16", "bf16", "q4_b32", "q8_b32", "q8_b16"]
+Layout = Literal["f32", "f16", "bf16", "q4_b32", "q8_b32", "q8_b16", "q4_g128", "q8_g128"]
 KVDtype = Literal["f32", "bf16", "f16"]
 
 
@@ -46,10 +46,11 @@ class PackedTensor:
     | q4_b32 | uint8 [N, K/2]; byte j of block b holds element b*32 + j in its low nibble and b*32 + 16 + j in its high | 32 |
     | q8_b32 | int8 [N, K]                                                 | 32    |
     | q8_b16 | int8 [N, K]                                                 | 16    |
+    | q4_g128, q8_g128 | as q4_b32 and q8_b32, nibbles in the order of blocks of 32 | 128   |
 
     scale, offset: [N, K/block], float16 where the file's own are float16 (the transcoding is then exact), else float32.
     offset None means 0. zero: an integer subtracted from every q (8 for Q4_0). Arrays may be views of a mapped file:
-    read-only, any strides along N.
+    read-only, any strides. data of q4_b32 and q8_b32 may then be [N, K/32, bytes of a block], as the file's blocks lie.
     """
 
     layout: Layout

@@ -17,10 +17,13 @@ from octavo.ops.api import Layout, PackedTensor
 Float32Array = npt.NDArray[np.float32]
 
 #: Elements along K that share a scale; 0: the layout has none.
-BLOCK: dict[Layout, int] = {"f32": 0, "f16": 0, "bf16": 0, "q4_b32": 32, "q8_b32": 32, "q8_b16": 16}
+BLOCK: dict[Layout, int] = {"f32": 0, "f16": 0, "bf16": 0, "q4_b32": 32, "q8_b32": 32, "q8_b16": 16, "q4_g128": 128, "q8_g128": 128}
 _DATA_DTYPE: dict[Layout, type[Any]] = {
     "f32": np.float32, "f16": np.uint16, "bf16": np.uint16, "q4_b32": np.uint8, "q8_b32": np.int8, "q8_b16": np.int8,
+    "q4_g128": np.uint8, "q8_g128": np.int8,
 }  # fmt: skip
+#: Layouts of two values a byte; the halves of a byte are 16 apart, whatever shares a scale.
+NIBBLES = frozenset({"q4_b32", "q4_g128"})
 #: Elements dequantised at once, so that the temporaries stay in the cache.
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -45,7 +48,8 @@ def dequantize_rows(packed: PackedTensor, rows: slice, out: Float32Array) -> Non
     elif packed.layout == "bf16":
         out[:] = bf16_to_f32(data)
     else:
-        q = unpack_nibbles(data) if packed.layout == "q4_b32" else data
+        data = data.reshape(data.shape[0], -1)
+        q = unpack_nibbles(data) if packed.layout in NIBBLES else data
         blocks = out.reshape(out.shape[0], -1, block)
         np.subtract(q.reshape(blocks.shape), np.float32(packed.zero), out=blocks)
         assert packed.scale is not None  # check_packed
@@ -79,7 +83,7 @@ def row_chunks(shape: tuple[int, int]) -> Iterator[slice]:
 
 
 def unpack_nibbles(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """uint8 [N, K] of q4_b32's [N, K / 2]: low nibbles are the first half of each block of 32."""
+    """uint8 [N, K] of [N, K / 2]: low nibbles are the first half of each block of 32."""
     blocks = data.reshape(data.shape[0], -1, 16)
     return np.concatenate([blocks & 15, blocks >> 4], axis=2).reshape(data.shape[0], -1)
 
@@ -92,8 +96,10 @@ def check_packed(packed: PackedTensor) -> None:
     block = BLOCK[packed.layout]
     if block and cols % block:
         raise ValueError(f"{packed.layout}: K = {cols} is not a multiple of {block}")
-    expected = (rows, cols // 2 if packed.layout == "q4_b32" else cols)
-    if packed.data.shape != expected or packed.data.dtype != _DATA_DTYPE[packed.layout]:
+    expected = (rows, cols // 2 if packed.layout in NIBBLES else cols)
+    by_block = (rows, cols // 32, 16 if packed.layout in NIBBLES else 32)
+    shapes = (expected, by_block) if packed.layout in ("q4_b32", "q8_b32") else (expected,)
+    if packed.data.shape not in shapes or packed.data.dtype != _DATA_DTYPE[packed.layout]:
         raise ValueError(f"{packed.layout}: data is {packed.data.dtype} {packed.data.shape}, "
                          f"expected {np.dtype(_DATA_DTYPE[packed.layout])} {expected}")  # fmt: skip
     if block and packed.scale is None:

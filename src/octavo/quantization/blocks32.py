@@ -1,7 +1,7 @@
 """Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: ggml's blocks of 32 values with one float16 scale (and one float16 minimum).
 
 The block layouts are those of ggml-common.h (block_q4_0 and so on). Q4_* already order their nibbles as q4_b32 does,
-so planes are pulled apart and nothing is computed; scales stay float16: the transcoding is exact.
+so what comes out is views of the file: nothing is computed or copied, scales stay float16, the transcoding is exact.
 Pure functions, no state. Not here: 256-value super-blocks (k_quants.py).
 """
 
@@ -13,30 +13,29 @@ import numpy.typing as npt
 from octavo.ops.api import PackedTensor
 from octavo.quantization.packed import blocks_of, plane, row_pieces
 
-# V16 and V32 are opaque bytes, which NumPy moves as one item: ten times faster than byte by byte.
-_Q4_0 = np.dtype([("d", "<f2"), ("qs", "V16")])
-_Q4_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "V16")])
+_Q4_0 = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
+_Q4_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
 _Q5_0 = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
 _Q5_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
-_Q8_0 = np.dtype([("d", "<f2"), ("qs", "V32")])
+_Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
 
 
 def q4_0(raw: memoryview, shape: tuple[int, int]) -> PackedTensor:
     """value = d * (q - 8)"""
     blocks = blocks_of(raw, _Q4_0, shape[0])
-    return PackedTensor("q4_b32", shape, plane(blocks, "qs", "u1"), plane(blocks, "d", "<f2"), zero=8)
+    return PackedTensor("q4_b32", shape, blocks["qs"], blocks["d"], zero=8)
 
 
 def q4_1(raw: memoryview, shape: tuple[int, int]) -> PackedTensor:
     """value = d * q + m"""
     blocks = blocks_of(raw, _Q4_1, shape[0])
-    return PackedTensor("q4_b32", shape, plane(blocks, "qs", "u1"), plane(blocks, "d", "<f2"), plane(blocks, "m", "<f2"))
+    return PackedTensor("q4_b32", shape, blocks["qs"], blocks["d"], blocks["m"])
 
 
 def q8_0(raw: memoryview, shape: tuple[int, int]) -> PackedTensor:
     """value = d * q"""
     blocks = blocks_of(raw, _Q8_0, shape[0])
-    return PackedTensor("q8_b32", shape, plane(blocks, "qs", "i1"), plane(blocks, "d", "<f2"))
+    return PackedTensor("q8_b32", shape, blocks["qs"], blocks["d"])
 
 
 def _five_bits(blocks: npt.NDArray[np.void], shape: tuple[int, int]) -> npt.NDArray[np.int8]:

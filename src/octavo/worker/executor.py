@@ -39,7 +39,7 @@ class LocalExecutor:
         # No sequence is longer than the pool, so rotary tables need not be: a file may claim a context of millions.
         tables = replace(model_config, max_position=min(model_len, spec.num_blocks * spec.block_size))
         try:
-            weights = load_weights(files, specs, self.ops, progress)
+            weights = load_weights(files, specs, self.ops, progress, quantize=config.quantize)
             model = build_model(tables, self.ops, weights)
             self.runner: ModelRunner | None = ModelRunner(model, self.ops, (spec,), model_config.vocab_size, config.replay)
         except MemoryError as error:

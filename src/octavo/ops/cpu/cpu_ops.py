@@ -21,6 +21,7 @@ from octavo.model_config import RopeConfig
 from octavo.ops.api import ForwardBatch, KVSpec, OpNeeds, PackedTensor
 from octavo.ops.arena import Arena
 from octavo.ops.cpu.replay import StepReplayer
+from octavo.ops.layout import NIBBLES
 from octavo.ops.needs import common_reasons
 from octavo.ops.rope import rope_cos_sin
 
@@ -88,13 +89,13 @@ class CpuOps:
 
     def _pack_part(self, weight: _native.PackedWeight, part: PackedTensor) -> None:
         n, k = part.shape
-        data = _rows(part.data)
+        data = _items(part.data) if part.data.ndim == 3 else _rows(part.data)
         if k != weight.k:
             raise ValueError(f"parts of a weight must have the same K, got {weight.k} and {k}")
-        if data.shape != (n, k // 2 if part.layout == "q4_b32" else k):
-            raise ValueError(f"data of layout {part.layout} and shape {part.shape} cannot be {data.shape}")
-        scale = None if part.scale is None else _rows(_bits(part.scale))
-        offset = None if part.offset is None else _rows(_bits(part.offset))
+        if data.shape[0] != n or data.size != n * (k // 2 if part.layout in NIBBLES else k):
+            raise ValueError(f"data of layout {part.layout} and shape {part.shape} cannot be {part.data.shape}")
+        scale = None if part.scale is None else _items(_bits(part.scale))
+        offset = None if part.offset is None else _items(_bits(part.offset))
         self._context.pack_part(weight, part.layout, data, scale, offset, part.zero)
 
     def pack_vector(self, values: Float32Array) -> Float32Array:
@@ -220,6 +221,15 @@ def _check_block_size(block_size: int) -> None:
 def _bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Halves as uint16: the native module takes their bits."""
     return values.view(np.uint16) if values.dtype == np.float16 else values
+
+
+def _strided(values: npt.NDArray[Any]) -> bool:
+    """Whether the native module can read it where it lies: aligned, and a whole number of items from one to the next."""
+    return bool(values.flags.aligned) and all(stride % values.itemsize == 0 for stride in values.strides)
+
+
+def _items(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return values if _strided(values) else values.copy()
 
 
 def _rows(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
