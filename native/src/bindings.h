@@ -7,4 +7,5 @@
 namespace octavo {
 void bind_handles(nanobind::module_& m);
 void bind_packing(nanobind::class_<Context>& context);
+void bind_sampling(nanobind::class_<Context>& context);
 }  // namespace octavo

@@ -49,6 +49,9 @@ struct AttendOptions {
     float softcap;   // 0: none
 };
 
+struct SampleRow;    // sampling.h
+struct LogprobsOut;
+
 class Context {
 public:
     Context(int threads, const std::string& isa);
@@ -72,6 +75,8 @@ public:
     void attend(In q, const KvPool& kv, int64_t layer, const AttendBatch& batch, const AttendOptions& options, Out out);
 
     void copy_blocks(KvPool& kv, Vector<const int64_t> sources, Vector<const int64_t> targets);
+
+    void sample(In logits, const std::vector<SampleRow>& rows, Vector<int32_t> tokens, const LogprobsOut& logprobs);
 
 private:
     uint8_t* scratch(int64_t bytes);
