@@ -60,8 +60,9 @@ class NumpySampler:
         self.rows = 0
 
     def sample(self, logits: FloatArray, states: Sequence[SamplingState]) -> tuple[npt.NDArray[np.int32], list[PositionLogprobs | None]]:
+        result = sample(logits, states)
         self.rows += len(states)
-        return sample(logits, states)
+        return result
 
     def prompt_logprobs(self, logits: FloatArray, target_ids: Sequence[int] | npt.NDArray[np.integer], k: int) -> list[PositionLogprobs]:
         return prompt_logprobs(logits, target_ids, k)
