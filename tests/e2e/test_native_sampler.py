@@ -80,5 +80,5 @@ BACKENDS = [
 def test_each_backend_has_its_sampler(tmp_path, settings, name):
     with LLM(str(write_tiny(tmp_path / "m", family="llama", fmt="safetensors", seed=1).path), **settings) as llm:
         llm.generate(["ab", "c"], SamplingParams(max_tokens=4, temperature=0.9, ignore_eos=True))
-        sampler = llm._core.executor.runner.sampler
+        sampler = llm.executor.runner.sampler
         assert (sampler.name, sampler.rows) == (name, 8)
