@@ -144,7 +144,8 @@ def main(arguments: list[str] | None = None) -> int:
     }
     method = (
         f"{options.rounds} rounds after one to warm up, what is compared in turn; level {ops.describe()['isa']}, "
-        f"{ops.describe()['threads']} threads; random logits with a head of 50 likely tokens, {PROMPT_TOKENS} tokens of prompt under the penalty"
+        f"{ops.describe()['threads']} threads; random logits with a head of 50 likely tokens, "
+        f"{PROMPT_TOKENS} tokens of prompt under the penalty"
     )
     record.write(options.output or RESULTS / "sampling.json", "sampling", "python -m benchmarks.sampling", method, before, results)
     for name, values in steps.items():

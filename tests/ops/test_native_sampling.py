@@ -246,6 +246,15 @@ def test_bits_do_not_depend_on_company_threads_or_place(isa, vocab, rows):
     assert np.array_equal(logits, before)
 
 
+def test_levels_with_fused_arithmetic_agree():
+    """AVX2 and AVX-512 compute the same sequence of operations, so their bits are equal too; checked where both can run."""
+    if "avx512vnni" not in LEVELS:
+        pytest.skip("this CPU has no AVX-512 VNNI (native/tests/README.md tells how to emulate it)")
+    logits = (np.random.default_rng(1).standard_normal((26, 8200)) * 3).astype(np.float32)
+    results = [NATIVE[isa].sample(logits, [mixed_state(i, 8200) for i in range(26)]) for isa in ("avx2", "avx512vnni")]
+    assert results[0][0].tolist() == results[1][0].tolist() and results[0][1] == results[1][1]
+
+
 @pytest.mark.parametrize("isa", LEVELS)
 def test_a_spoilt_row_hurts_only_itself(isa):
     vocab = 8200
