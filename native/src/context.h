@@ -49,6 +49,9 @@ struct AttendOptions {
     float softcap;   // 0: none
 };
 
+struct SampleRow;    // sampling.h
+struct LogprobsOut;
+
 class Context {
 public:
     Context(int threads, const std::string& isa);
@@ -76,6 +79,7 @@ public:
 
     // While it lives, the workers do not park: a sequence of operations follows.
     ThreadPool::Busy keep_spinning() { return ThreadPool::Busy(pool_); }
+    void sample(In logits, const std::vector<SampleRow>& rows, Vector<int32_t> tokens, const LogprobsOut& logprobs);
 
 private:
     uint8_t* scratch(int64_t bytes);

@@ -84,6 +84,23 @@ struct AttendTile {
     const int32_t* table;   // the segment's block table
 };
 
+// Columns of logits whose maximum and sum of weights are kept; sums of blocks are added in float64, in order.
+constexpr int64_t kLogitsBlock = 256;
+
+// Passes over a row of n logits, or over a part that begins with a whole block. One value a block is written.
+struct SamplingKernels {
+    // Maxima, NaN apart. Returns whether there was a NaN.
+    bool (*max_blocks)(const float* x, int64_t n, float* maxima);
+    // Sums of exp((x - max) / temperature), and of the same times its exponent.
+    void (*exp_blocks)(const float* x, int64_t n, float max, float temperature, float* sums);
+    void (*moment_blocks)(const float* x, int64_t n, float max, float temperature, float* sums);
+    // weights[i] = exp(z[i]).
+    void (*exp_list)(const float* z, int64_t n, float* weights);
+    // Writes first + i for every x[i] >= limit in order; returns how many. Blocks whose maximum is smaller are skipped.
+    int64_t (*collect)(const float* x, int64_t n, const float* maxima, float limit, uint32_t first, uint32_t* out);
+    int64_t (*count_at_least)(const float* x, int64_t n, float limit);
+};
+
 // What one level offers. Functions never throw, never allocate and trust their arguments; callers check.
 struct Kernels {
     const char* name;
@@ -108,6 +125,8 @@ struct Kernels {
     void (*attend_splits)(const AttendJob* job, const AttendTile* tile, int64_t split0, int64_t split1, float* state);
     void (*attend_merge)(const AttendJob* job, int64_t queries, float* state, const float* later);
     void (*attend_finish)(const AttendJob* job, const AttendTile* tile, const float* state);
+
+    SamplingKernels sampling;
 };
 
 extern const Kernels kPortableKernels;

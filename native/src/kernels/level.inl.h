@@ -6,9 +6,10 @@
 #include "elementwise.inl.h"
 #include "linear.inl.h"
 #include "attention.inl.h"
+#include "sampling.inl.h"
 
 #define OCTAVO_KERNEL_TABLE(level_name)                                                                            \
     {                                                                                                              \
         level_name, quantize_rows, linear_quantized, linear_float, rms_norm, silu_mul, attend_splits, attend_merge, \
-            attend_finish                                                                                          \
+            attend_finish, OCTAVO_SAMPLING_TABLE                                                                   \
     }

@@ -21,6 +21,10 @@ static inline VF vf_if_less(VF x, VF limit, VF yes, VF no) {
     return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, limit.a, _CMP_LT_OQ)),
             _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, limit.b, _CMP_LT_OQ))};
 }
+static inline uint32_t vf_at_least(VF x, VF limit) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_GE_OQ)) |
+           (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_GE_OQ)) << 8;
+}
 
 static inline VI vi_bits(VF x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 static inline VF vf_bits(VI x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }

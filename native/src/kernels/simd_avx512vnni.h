@@ -18,6 +18,7 @@ static inline VF vf_fma(VF x, VF y, VF z) { return _mm512_fmadd_ps(x, y, z); }
 static inline VF vf_if_less(VF x, VF limit, VF yes, VF no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), no, yes);
 }
+static inline uint32_t vf_at_least(VF x, VF limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ); }
 static inline VF vf_max(VF x, VF y) { return _mm512_max_ps(x, y); }
 static inline VF vf_min(VF x, VF y) { return _mm512_min_ps(x, y); }
 

@@ -42,6 +42,8 @@ static inline VF vf_fma(VF a, VF b, VF c) { OCTAVO_EACH c.v[i] = fma1(a.v[i], b.
 static inline VF vf_max(VF a, VF b) { OCTAVO_EACH b.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return b; }
 static inline VF vf_min(VF a, VF b) { OCTAVO_EACH b.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return b; }
 static inline VF vf_if_less(VF x, VF limit, VF yes, VF no) { OCTAVO_EACH no.v[i] = x.v[i] < limit.v[i] ? yes.v[i] : no.v[i]; return no; }
+// Bit i: lane i of x is at least limit's (false for NaN).
+static inline uint32_t vf_at_least(VF x, VF limit) { uint32_t m = 0; OCTAVO_EACH m |= (uint32_t)(x.v[i] >= limit.v[i]) << i; return m; }
 
 static inline VI vi_bits(VF a) { VI r; __builtin_memcpy(r.v, a.v, 64); return r; }
 static inline VF vf_bits(VI a) { VF r; __builtin_memcpy(r.v, a.v, 64); return r; }

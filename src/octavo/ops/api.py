@@ -134,11 +134,43 @@ class Replayer(Protocol):
         ...
 
 
+class SamplingKernels(Protocol):
+    """What a backend with a native sampler offers. Definition of every setting: sampling/sampler.py; the tables and lists are
+    made by sampling/native.py. Arguments are checked: ValueError, IndexError, TypeError."""
+
+    def sample(
+        self,
+        logits: npt.NDArray[np.float32],  # [R, V], any row stride
+        reals: npt.NDArray[np.float64],  # [R, 7] temperature, top_p, min_p, typical_p; repetition, presence, frequency penalty
+        wholes: npt.NDArray[np.int64],  # [R, 4] top_k, greedy, logprobs (-1: none), processed
+        keys: npt.NDArray[np.uint64],  # [R, 3] seed, choice, position
+        edits: list[tuple[Any, ...] | None],  # ids int64 and values float32: bias, seen tokens and counts, banned, allowed
+        tokens: npt.NDArray[np.int32],  # out [R], -1: the row has no token
+        ids: npt.NDArray[np.int32],  # out [R, most logprobs + 1], the chosen token first; as are
+        values: npt.NDArray[np.float64],
+        ranks: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int32],  # out [R] entries of each row
+    ) -> None: ...
+
+    def logprobs(
+        self,
+        logits: npt.NDArray[np.float32],
+        targets: npt.NDArray[np.int64],  # [R] tokens to report on
+        logprobs: int,
+        ids: npt.NDArray[np.int32],
+        values: npt.NDArray[np.float64],
+        ranks: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int32],
+    ) -> None: ...
+
+
 class Ops(Protocol):
     """See the module's text for the conventions. T, S, R, G as in ForwardBatch; D head size, H query heads, KH KV heads."""
 
     name: str
     arena: Arena
+    #: None: the backend leaves sampling to NumPy.
+    sampling_kernels: SamplingKernels | None
 
     # -- what can it do ------------------------------------------------------------------------------------------
     def supports(self, op: str, needs: OpNeeds) -> list[str]:

@@ -54,6 +54,7 @@ class MixedOps:
         self.choices = dict(choices)
         self._main, self._parts = main, tuple(by_name.values())
         self.to_device, self.to_numpy = main.to_device, main.to_numpy
+        self.sampling_kernels = main.sampling_kernels
         for op, backend in choices.items():
             setattr(self, op, getattr(by_name[backend], op))
 

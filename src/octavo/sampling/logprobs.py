@@ -64,11 +64,17 @@ def prompt_logprobs(logits: FloatArray, target_ids: Sequence[int] | npt.NDArray[
     The logits must be free of NaN and +inf (the caller ends the request otherwise); prompt logprobs are always raw.
     Raises ValueError for shapes or ids that do not fit, before any work.
     """
+    targets = checked_targets(logits, target_ids)
+    return [raw_logprobs(row, token_id, k) for row, token_id in zip(logits, targets, strict=True)]
+
+
+def checked_targets(logits: FloatArray, target_ids: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:
+    """The target ids of logits [M, V]: M of them, each below V. ValueError otherwise."""
     rows, width = logits.shape
     targets = [int(token_id) for token_id in target_ids]
     if len(targets) != rows or not all(0 <= token_id < width for token_id in targets):
         raise ValueError(f"{len(targets)} target ids do not fit logits {logits.shape}")
-    return [raw_logprobs(row, token_id, k) for row, token_id in zip(logits, targets, strict=True)]
+    return targets
 
 
 def _rank(x: FloatArray, index: int) -> int:

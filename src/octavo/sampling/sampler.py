@@ -1,9 +1,9 @@
-"""Draws one token for each row of logits.
+"""Draws one token for each row of logits: the `Sampler` protocol, and its specification in NumPy.
 
 Each row is handled alone: its outcome is a pure function of its own logits, its state and its own random number, bit for
 bit the same in any batch. Only the random numbers of all rows are made in one call.
 Owner of nothing: the caller keeps the states and calls `SamplingState.append` with the token drawn.
-Not here: what each setting does (processors.py), what is reported (logprobs.py).
+Not here: what each setting does (processors.py), what is reported (logprobs.py), the native sampler (native.py).
 
 Cost of a row of V logits: greedy without edits is one argmax and copies nothing; an edited row is copied once; a draw
 without top_k, top_p or typical_p is four passes over the row and no sort.
@@ -12,13 +12,14 @@ without top_k, top_p or typical_p is four passes over the row and no sort.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.outputs import PositionLogprobs
 from octavo.sampling import processors
-from octavo.sampling.logprobs import processed_logprobs, raw_logprobs
+from octavo.sampling.logprobs import processed_logprobs, prompt_logprobs, raw_logprobs
 from octavo.sampling.random import uniforms
 from octavo.sampling.state import SamplingState
 
@@ -33,6 +34,49 @@ _ONE.setflags(write=False)
 _BLOCK = 256
 
 
+class Sampler(Protocol):
+    """Draws and reports for one model runner."""
+
+    #: "numpy" or "native".
+    name: str
+    #: Rows sampled so far, those without a token too.
+    rows: int
+
+    def sample(self, logits: FloatArray, states: Sequence[SamplingState]) -> tuple[npt.NDArray[np.int32], list[PositionLogprobs | None]]:
+        """As the function `sample` below, which is the definition."""
+        ...
+
+    def prompt_logprobs(self, logits: FloatArray, target_ids: Sequence[int] | npt.NDArray[np.integer], k: int) -> list[PositionLogprobs]:
+        """As `logprobs.prompt_logprobs`."""
+        ...
+
+
+class NumpySampler:
+    """The specification as a `Sampler`, for the backends that have no kernels for it."""
+
+    name = "numpy"
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def sample(self, logits: FloatArray, states: Sequence[SamplingState]) -> tuple[npt.NDArray[np.int32], list[PositionLogprobs | None]]:
+        result = sample(logits, states)
+        self.rows += len(states)
+        return result
+
+    def prompt_logprobs(self, logits: FloatArray, target_ids: Sequence[int] | npt.NDArray[np.integer], k: int) -> list[PositionLogprobs]:
+        return prompt_logprobs(logits, target_ids, k)
+
+
+def checked_logits(logits: FloatArray, states: Sequence[SamplingState]) -> FloatArray:
+    """float32 [R, V]; ValueError when the shape does not fit the states."""
+    logits = np.asarray(logits, dtype=np.float32)  # half-precision logits would overflow in the filters
+    rows, width = logits.shape
+    if rows != len(states) or any(state.vocab_size != width for state in states):
+        raise ValueError(f"logits {logits.shape} do not fit {len(states)} states of vocabulary {[s.vocab_size for s in states][:1]}")
+    return logits
+
+
 def sample(logits: FloatArray, states: Sequence[SamplingState]) -> tuple[npt.NDArray[np.int32], list[PositionLogprobs | None]]:
     """One token for each row.
 
@@ -41,12 +85,9 @@ def sample(logits: FloatArray, states: Sequence[SamplingState]) -> tuple[npt.NDA
     A row the model spoilt (NaN, +inf or nothing but -inf) gives NO_TOKEN and None, and its neighbours go on.
     Raises ValueError when shapes do not fit the states.
     """
-    logits = np.asarray(logits, dtype=np.float32)  # half-precision logits would overflow in the filters
-    rows, width = logits.shape
-    if rows != len(states) or any(state.vocab_size != width for state in states):
-        raise ValueError(f"logits {logits.shape} do not fit {len(states)} states of vocabulary {[s.vocab_size for s in states][:1]}")
-    token_ids = np.empty(rows, dtype=np.int32)
-    logprobs: list[PositionLogprobs | None] = [None] * rows
+    logits = checked_logits(logits, states)
+    token_ids = np.empty(len(states), dtype=np.int32)
+    logprobs: list[PositionLogprobs | None] = [None] * len(states)
     randoms = _randoms(states)
     for i, state in enumerate(states):
         row = logits[i]

@@ -1,7 +1,7 @@
 """ModelRunner: one step. From a SchedulerOutput to the flat batch, through the model once, to drawn tokens.
 
-Owner of the KV pool, the model and the worker's request state. A fault of one row (non-finite logits) ends that
-request only. Not here: what to run (engine/scheduler.py), how to draw (sampling/).
+Owner of the KV pool, the model, the sampler that goes with the backend, and the worker's request state. A fault of one
+row (non-finite logits) ends that request only. Not here: what to run (engine/scheduler.py), how to draw (sampling/).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from octavo.engine.scheduler_output import BlockCopy, SampledToken, ScheduledEnt
 from octavo.models.registry import Model
 from octavo.ops.api import Array, ForwardBatch, KVSpec, Ops, Taps
 from octavo.outputs import PositionLogprobs
-from octavo.sampling.logprobs import prompt_logprobs
-from octavo.sampling.sampler import NO_TOKEN, sample
+from octavo.sampling.native import make_sampler
+from octavo.sampling.sampler import NO_TOKEN
 from octavo.worker.input_batch import InputBatch
 
 #: Prompt logprobs turn this many rows into logits at a time: 64 rows of 150k float32 are 39 MB.
@@ -30,6 +30,7 @@ class ModelRunner:
         self._replayer = ops.replayer() if replay else None
         self.ops = ops
         self.kv = tuple(ops.alloc_kv(spec) for spec in kv_specs)
+        self.sampler = make_sampler(ops)
         self.input_batch = InputBatch([spec.block_size for spec in kv_specs], vocab_size)
 
     def execute(self, output: SchedulerOutput, taps: Taps | None = None) -> StepResult:
@@ -111,7 +112,7 @@ class ModelRunner:
 
     def _sample(self, entries: list[ScheduledEntry], logits: npt.NDArray[np.float32], result: StepResult) -> None:
         requests = [self.input_batch.requests[e.request_id] for e in entries]
-        token_ids, logprobs = sample(logits, [r.sampling for r in requests])
+        token_ids, logprobs = self.sampler.sample(logits, [r.sampling for r in requests])
         for entry, request, token_id, entry_logprobs in zip(entries, requests, token_ids.tolist(), logprobs, strict=True):
             if token_id == NO_TOKEN:
                 result.errors[entry.request_id] = NON_FINITE
@@ -132,5 +133,5 @@ class ModelRunner:
                 if not np.isfinite(logits).all():
                     result.errors[entry.request_id] = NON_FINITE
                     return
-                found.extend(prompt_logprobs(logits, wanted, request.prompt_logprobs))
+                found.extend(self.sampler.prompt_logprobs(logits, wanted, request.prompt_logprobs))
         result.prompt_logprobs[entry.request_id] = found

@@ -52,6 +52,7 @@ class CpuOps:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self.arena = Arena(capacity_rows)
+        self.sampling_kernels = self._context
 
     # -- what can it do ------------------------------------------------------------------------------------------
     def supports(self, op: str, needs: OpNeeds) -> list[str]:

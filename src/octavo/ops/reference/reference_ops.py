@@ -46,6 +46,7 @@ class ReferenceOps:
     """Implements `octavo.ops.api.Ops`, whose docstrings say what each op means."""
 
     name = "reference"
+    sampling_kernels = None
 
     def __init__(self, capacity_rows: int, arena: Arena | None = None) -> None:
         #: May be given, to share one arena with the backend it runs beside (ops/registry.py).

@@ -48,6 +48,7 @@ class TorchOps:
     """Implements `octavo.ops.api.Ops`. Raises ConfigError for a device torch does not have."""
 
     name = "torch"
+    sampling_kernels = None
 
     def __init__(self, capacity_rows: int, device: str = "cpu") -> None:
         self.device = _checked_device(device)
