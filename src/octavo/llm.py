@@ -186,6 +186,26 @@ class LLM:
                     unfinished -= delta.finish_reason is not None
                     yield delta
 
+    def stream_batch(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[list[tuple[int, CompletionDelta]]]:
+        """Several prompts at once: after each step what it gave, as (number of the prompt, delta); never an empty list.
+
+        As `generate`, all are checked at once and computed together; closing the iterator aborts them.
+        """
+        batch = _as_batch(prompts)
+        params = _per_prompt("sampling_params", sampling_params, len(batch))
+        return self._stream_batch([self._inputs.process(self._new_id(), one, own) for one, own in zip(batch, params, strict=True)])
+
+    def _stream_batch(self, requests: list[EngineRequest]) -> Iterator[list[tuple[int, CompletionDelta]]]:
+        numbers = {request.request_id: number for number, request in enumerate(requests)}
+        unfinished, queued = sum(request.sampling_params.n for request in requests), deque(requests)
+        with _Reading(self, list(numbers)) as reading:
+            while unfinished:
+                if found := [(numbers[delta.request_id], delta) for delta in reading.next(queued)]:
+                    unfinished -= sum(delta.finish_reason is not None for _, delta in found)
+                    yield found
+
     # The engine as a whole
 
     @property

@@ -33,7 +33,7 @@ def call(capsys, monkeypatch):
 def test_help_of_the_group_and_of_each_subcommand(call):
     code, out, err = call("bench")
     assert code == 0 and not err and "\n  serve " in out and "\n  latency " in out and "octavo bench serve" in out.split("Examples:")[1]
-    for subcommand in ("serve", "latency"):
+    for subcommand in ("serve", "latency", "compare"):
         code, out, err = call("bench", subcommand, "--help")
         assert code == 0 and not err and "Examples:" in out and f"octavo bench {subcommand} [OPTIONS]" in out and "--threads" in out
 

@@ -86,6 +86,26 @@ def test_closing_a_stream_aborts_it():
         llm.stream("", GREEDY)  # at once, not when it is first read
 
 
+def test_a_batch_in_steps_is_the_whole_reply():
+    llm, prompts = make_llm(), ["abc", [5, 6], "x"]
+    params = [GREEDY, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), GREEDY]
+    tokens, ends, most = [[], [], []], [0, 0, 0], 0
+    for step in llm.stream_batch(prompts, params):
+        assert step
+        most = max(most, len(step))
+        for number, delta in step:
+            tokens[number] += delta.token_ids
+            ends[number] += delta.finish_reason is not None
+    assert tokens == [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert ends == [1, 1, 1] and most == 3  # they did run together
+    with pytest.raises(InvalidRequestError):
+        llm.stream_batch(["ok", [99]])
+    stream = llm.stream_batch(prompts, params)
+    next(stream)
+    stream.close()
+    assert llm.stats().blocks_used == 0 and list(llm.stream_batch([])) == []
+
+
 def test_streams_and_batches_may_interleave():
     llm = make_llm()
     one, two = llm.stream("abc", GREEDY), llm.stream("xyz", GREEDY)

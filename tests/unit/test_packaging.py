@@ -72,6 +72,8 @@ def test_everything_the_package_imports_is_required():
     base = requirement_names(PROJECT["project"]["dependencies"])
     used: set[str] = set()
     for file in (ROOT / "src" / "octavo").rglob("*.py"):
+        if file.parent.name == "peers":  # run by other engines' interpreters
+            continue
         found = set()
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

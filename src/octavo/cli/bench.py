@@ -1,4 +1,4 @@
-"""`octavo bench`: measures a server, or the engine in this process; make-model (make_model.py) makes a model to measure with.
+"""`octavo bench`: measures a server (serve), the engine in this process (latency), and engines side by side (bench_compare.py).
 
 Tables for people go to standard output, or one JSON object with --json; the progress bar goes to a terminal only.
 Stateless. Not here: how anything is measured (bench/), the committed experiments (the checkout's benchmarks/).
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +16,19 @@ import typer
 
 from octavo.cli import terminal
 from octavo.cli.answer import open_llm
+from octavo.cli.bench_compare import compare, export_model
+from octavo.cli.bench_options import Json, Model, Output
+from octavo.cli.bench_options import command_line as _command
+from octavo.cli.bench_options import number as _number
+from octavo.cli.bench_options import numbers as _numbers
+from octavo.cli.bench_options import option as _option
+from octavo.cli.bench_options import progress as _progress
 from octavo.cli.make_model import make_model
 from octavo.cli.options import chosen_model, engine_options
 from octavo.config import EngineConfig
-from octavo.config_sources import coerce
 from octavo.errors import ConfigError
 
-SUMMARY = "Measure a server (any that speaks OpenAI's protocol), or the engine in this process."
+SUMMARY = "Measure a server (any that speaks OpenAI's protocol), the engine in this process, or other engines beside it."
 EXAMPLES = """\b
 Examples:
   octavo bench serve --concurrency 8 --requests 50 --max-tokens 128
@@ -31,17 +36,9 @@ Examples:
   octavo bench serve --url http://127.0.0.1:8000 --rate 2 --requests 100 --json
   octavo bench latency --prompt-tokens 128,512 --batch-size 1,8 --breakdown
   octavo bench make-model qwen2.5-7b --format gguf-q4_0 --output random-7b.gguf
+  octavo bench compare --peer llamacpp=/path/to/venv/bin/python --rounds 5
 """
 METHOD = "one client, streams; definitions in docs/benchmarks.md"
-
-
-def _option(flag: str, help: str, metavar: str = "INTEGER") -> Any:
-    return typer.Option(flag, help=help, metavar=metavar)
-
-
-Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="short name, folder, .gguf file or Hugging Face id")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object when done, for programs")]
-Output = Annotated[str | None, _option("--output", "write the results with machine, versions and commit", "FILE.json")]
 
 
 @engine_options
@@ -217,28 +214,7 @@ def _latency_tables(results: dict[str, Any]) -> list[Any]:
     return found
 
 
-commands = {"serve": serve, "latency": latency, "make-model": make_model}
-
-
-def _number(flag: str, text: str, kind: Any, low: float, high: float) -> Any:
-    try:
-        value = coerce(text, kind)
-    except ValueError as error:
-        raise ConfigError(f"{flag} {error}") from None
-    if not low <= value <= high:
-        raise ConfigError(f"{flag} must be from {low:g} to {high:g}, got {text}")
-    return value
-
-
-def _numbers(flag: str, text: str) -> list[int]:
-    numbers = [_number(flag, item, int, 1, 1_000_000) for item in text.split(",") if item.strip()]
-    if not numbers:
-        raise ConfigError(f"{flag} is empty")
-    return list(dict.fromkeys(numbers))
-
-
-def _command() -> str:
-    return shlex.join(["octavo", *sys.argv[1:]])
+commands = {"serve": serve, "latency": latency, "compare": compare, "export-model": export_model, "make-model": make_model}
 
 
 def _show(figures: dict[str, Any], tables: list[Any], as_json: bool) -> None:
@@ -250,22 +226,3 @@ def _show(figures: dict[str, Any], tables: list[Any], as_json: bool) -> None:
     console = Console(highlight=False, width=None if terminal.is_terminal(sys.stdout) else 120)
     for number, table in enumerate(tables):
         console.print(*([""] if number else []), table, sep="\n")
-
-
-@contextmanager
-def _progress(total: int, words: str) -> Iterator[tuple[Any, Any]]:
-    """(begin, done): start the bar, and move it by one. Nothing where standard error is no terminal."""
-    if not terminal.is_terminal(sys.stderr):
-        yield (lambda: None), (lambda *_: None)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # seldom redrawn: the bar runs on the cores that are measured
-    bar = Progress(*columns, console=Console(file=sys.stderr), transient=True, refresh_per_second=2)
-    task = bar.add_task(words, total=total)
-    try:
-        yield bar.start, lambda *_: bar.advance(task)
-    finally:
-        bar.stop()

@@ -1,7 +1,7 @@
 """What every scheme shares: building planes from file blocks, and working through rows in pieces.
 
 Pure functions, no state. Not here: any one file format (float_types.py, blocks32.py, k_quants.py), the way back to
-float32 (ops/layout.py; `dequantize` is passed on from there).
+float32 (ops/layout.py, some of which is passed on from here).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.ops.api import PackedTensor
-from octavo.ops.layout import dequantize
+from octavo.ops.layout import dequantize, dequantize_rows, f32_to_bf16
 
-__all__ = ["blocks_of", "dequantize", "permute_rows", "plane", "row_pieces"]
+__all__ = ["blocks_of", "dequantize", "dequantize_rows", "f32_to_bf16", "permute_rows", "plane", "row_pieces"]
 
 #: Values worked on at once where temporaries are needed: a few MB, whatever the size of the matrix.
 _PIECE = 1 << 20
