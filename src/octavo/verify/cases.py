@@ -64,14 +64,16 @@ def make_cases(inputs: InputProcessor, prompts: Sequence[str] | None, max_tokens
     texts = PROMPTS[: 4 if quick else None] if prompts is None else prompts
     cases = []
     for number, text in enumerate(texts):
-        params = SamplingParams(**_SETTINGS[number % len(_SETTINGS)], max_tokens=max_tokens, seed=1000 + number, ignore_eos=True)
+        # answers of several lengths: the batch shrinks while it runs
+        count = max(2, max_tokens - number % 3)
+        params = SamplingParams(**_SETTINGS[number % len(_SETTINGS)], max_tokens=count, seed=1000 + number, ignore_eos=True)
         request = inputs.process("check", text, params)
         tokens = request.prompt_token_ids
         if prompts is None:
             most = min(MOST_TOKENS_QUICK if quick else MOST_TOKENS, max(1, inputs.info.max_model_len - max_tokens))
             whole = number == 2 and len(tokens) >= (block := inputs.info.kv_groups[0].block_size)
             tokens = tokens[:most] if not whole else tokens[: min(most, len(tokens)) // block * block]
-        elif request.max_tokens < max_tokens:
+        elif request.max_tokens < count:
             raise ConfigError(f"prompt {number + 1} has {len(tokens)} tokens, which leaves room for {request.max_tokens} more: shorten it")
         cases.append(Case(number, tuple(tokens), text, params))
     return cases

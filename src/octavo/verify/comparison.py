@@ -30,9 +30,9 @@ class Difference:
     occurrence: int = 0
 
     @property
-    def order(self) -> tuple[int, int, int, bool]:
-        """The earliest position of the first prompt; logits before the token drawn from them."""
-        return self.case, self.position, self.choice, self.what != "logits"
+    def order(self) -> tuple[int, int, int, int]:
+        """The earliest position of the first prompt; there logits before tokens, and text last."""
+        return self.case, self.position, self.choice, ("logits", "token", "missing", "text").index(self.what)
 
 
 @dataclass(slots=True)
@@ -151,12 +151,12 @@ class Comparison:
         if missing is not None:
             self.differences.append(Difference(case, choice, missing, "missing", "its logits were never computed", worker_id))
 
-    def text(self, request_id: str, case: int, got: str, expected: str, what: str) -> None:
-        """A whole text; `what` says which."""
+    def text(self, request_id: str, case: int, got: str, expected: str, what: str, ends: list[int]) -> None:
+        """A whole text; `what` says which. ends[k]: characters of the baseline's text after k + 1 tokens."""
         self.texts_compared += 1
         if got != expected:
             at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
-            position = self.baseline.prompt_length(case)
+            position = self.baseline.prompt_length(case) + sum(end <= at for end in ends[:-1])
             detail = f"{what}: the texts part at character {at} ({len(got)} characters instead of {len(expected)})"
             self.bitwise = False
             self.differences.append(Difference(case, 0, position, "text", detail, request_id))

@@ -44,7 +44,7 @@ class TapWatch:
     def finish(self, request_id: str, choice: int, token_ids: list[int], count: int | None = None) -> None:
         return None
 
-    def text(self, request_id: str, case: int, got: str, expected: str, what: str) -> None:
+    def text(self, request_id: str, case: int, got: str, expected: str, what: str, ends: list[int]) -> None:
         return None
 
 

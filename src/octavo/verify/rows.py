@@ -115,12 +115,16 @@ class Shuffled(_Always):
     required = ("steps with several requests", "requests out of order")
 
     def run(self, session: Session, watch: Any) -> Counters:
-        work = list(batch_of(session))
-        order = [*work[1::2][::-1], *work[0::2]]
+        work, order = batch_of(session), shuffled(session)
         with EngineRun(session, watch, max_num_seqs=max(2, len(work) - 1), max_prefill_batch_size=1) as engine:
             engine.run(order)
             moved = sum(a != b for a, b in zip(work, order, strict=True))
             return {**_batch_counters(engine), "requests out of order": moved}
+
+
+def shuffled(session: Session) -> Work:
+    work = list(batch_of(session))
+    return [*work[1::2][::-1], *work[0::2]]
 
 
 def _batch_counters(engine: EngineRun) -> Counters:
@@ -272,10 +276,9 @@ class Replayed(_Always):
         return None if session.backend == "cpu" else f"the {session.backend} backend runs every step eagerly"
 
     def run(self, session: Session, watch: Any) -> Counters:
-        with EngineRun(session, watch) as engine:
-            work = batch_of(session)
-            engine.run(work[:1])
-            engine.run([(case, copy + 100) for case, copy in work])
+        # arriving one after the other and ending one after the other: steps of every number of rows
+        with EngineRun(session, watch, max_prefill_batch_size=1) as engine:
+            engine.run(shuffled(session))
             stats = engine.core.stats
             replayed = sum(getattr(stats, name) for name in stats.__slots__ if "replay" in name and isinstance(getattr(stats, name), int))
             return {"steps replayed": replayed, "steps": stats.steps}

@@ -219,7 +219,8 @@ def _layer(session: Session, row: Row, found: Difference, *, bitwise: bool) -> s
     executor = session.fault.everywhere(session.executor)
     expected = tapped_row(executor, request, found.choice, tokens, found.position, frozenset(names))
     layer = first_layer(expected, watch.values, names, bitwise=bitwise)
-    return layer or "behind the layers (the last norm or the output head), or only where steps are replayed"
+    # taps force the eager path
+    return layer or "output (the last norm or the head)" + (", or only where steps are replayed" if has_setting("replay") else "")
 
 
 # -- facts ---------------------------------------------------------------------------------------------------------

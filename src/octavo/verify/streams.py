@@ -24,13 +24,12 @@ _STOP_CHARS = 3
 class Streamed:
     name = "streamed"
     about = "streams, joined, against whole answers; with stop strings that end them or nearly do"
-    required: ClassVar[tuple[str, ...]] = ("pieces", "stopped by a string", "withheld and released")
+    required: ClassVar[tuple[str, ...]] = ("pieces", "withheld and released")
     hits_allowed = True
 
     def not_applicable(self, session: Session) -> str | None:
-        if any(stop_string(session, case) for case in session.cases):
-            return None
-        return "no answer has text enough for a stop string"
+        answers = (session.text_of(case, session.baseline.tokens[case.number, 0]) for case in session.cases)
+        return None if any(len(text) > 1 for text in answers) else "the answers have no text"
 
     def run(self, session: Session, watch: Any) -> dict[str, int | float]:
         counters: dict[str, int | float] = {"pieces": 0, "stopped by a string": 0, "withheld and released": 0}
@@ -62,12 +61,14 @@ class Streamed:
         joined = self._streams(llm, prompts, settings, counters)
         for index, (case, stop) in enumerate(work):
             text, count = expected(session, case, stop)
+            tokens = session.baseline.tokens[case.number, 0]
+            ends = [len(session.text_of(case, tokens[: k + 1])) for k in range(len(tokens))]
             for output, how, request_id in (
                 (whole[index], "whole", f"request-{first + index}"),
                 (joined[index], "stream", f"request-{first + len(work) + index}"),
             ):
                 watch.finish(request_id, 0, output.outputs[0].token_ids, count)
-                watch.text(request_id, case.number, output.outputs[0].text, text, how)
+                watch.text(request_id, case.number, output.outputs[0].text, text, how, ends)
                 reason = output.outputs[0].finish_reason
                 counters["stopped by a string"] += reason == "stop"
                 counters["withheld and released"] += stop.endswith(_NEVER) and reason == "length"
@@ -94,11 +95,14 @@ def _plain(session: Session, case: Case) -> str | None:
 
 
 def stop_string(session: Session, case: Case) -> str | None:
-    """A few characters out of the middle of the baseline's answer, or None where it is too short."""
+    """A few characters from the middle of the baseline's answer on; None where none of it is fit to be a stop string."""
     text = session.text_of(case, session.baseline.tokens[case.number, 0])
-    middle = len(text) // 2
-    found = text[middle : middle + _STOP_CHARS]
-    return found if len(found) == _STOP_CHARS and found.strip() and "\ufffd" not in found else None
+    for length in range(_STOP_CHARS, 0, -1):
+        for start in range(len(text) // 2, len(text) - length + 1):
+            found = text[start : start + length]
+            if found.strip() and "\ufffd" not in found:
+                return found
+    return None
 
 
 def _held_string(session: Session, case: Case) -> str | None:
