@@ -67,13 +67,20 @@ def make_cases(inputs: InputProcessor, prompts: Sequence[str] | None, max_tokens
         # answers of several lengths: the batch shrinks while it runs
         count = max(2, max_tokens - number % 3)
         params = SamplingParams(**_SETTINGS[number % len(_SETTINGS)], max_tokens=count, seed=1000 + number, ignore_eos=True)
-        request = inputs.process("check", text, params)
-        tokens = request.prompt_token_ids
         if prompts is None:
-            most = min(MOST_TOKENS_QUICK if quick else MOST_TOKENS, max(1, inputs.info.max_model_len - max_tokens))
-            whole = number == 2 and len(tokens) >= (block := inputs.info.kv_groups[0].block_size)
-            tokens = tokens[:most] if not whole else tokens[: min(most, len(tokens)) // block * block]
-        elif request.max_tokens < count:
+            tokens = _own_prompt(inputs, number, text, count, MOST_TOKENS_QUICK if quick else MOST_TOKENS)
+        request = inputs.process("check", text if prompts is not None else tokens, params)
+        tokens = request.prompt_token_ids
+        if request.max_tokens < count:
             raise ConfigError(f"prompt {number + 1} has {len(tokens)} tokens, which leaves room for {request.max_tokens} more: shorten it")
         cases.append(Case(number, tuple(tokens), text, params))
     return cases
+
+
+def _own_prompt(inputs: InputProcessor, number: int, text: str, max_tokens: int, most: int) -> list[int]:
+    """Cut to `most` tokens and to what context and pool leave room for; the third to whole blocks, so that a hit covers all of it."""
+    tokens = inputs.tokenizer.encode(text)
+    block = inputs.info.kv_groups[0].block_size
+    room = min(inputs.info.max_model_len, *(group.num_blocks * group.block_size for group in inputs.info.kv_groups)) - max_tokens
+    tokens = tokens[: max(1, min(most, room))]
+    return tokens[: len(tokens) // block * block] if number == 2 and len(tokens) >= block else tokens
