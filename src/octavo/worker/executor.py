@@ -17,6 +17,7 @@ from octavo.errors import ConfigError
 from octavo.loading.source import ModelFiles
 from octavo.loading.weights import load_weights
 from octavo.models.registry import build_model, model_class
+from octavo.ops.api import Taps
 from octavo.ops.needs import op_needs
 from octavo.ops.registry import make_ops
 from octavo.worker.kv_cache import kv_spec, max_model_len
@@ -57,9 +58,10 @@ class LocalExecutor:
     def info(self) -> ExecutorInfo:
         return self._info
 
-    def execute(self, output: SchedulerOutput) -> StepResult:
+    def execute(self, output: SchedulerOutput, taps: Taps | None = None) -> StepResult:
+        """`taps`: what a reader wants to see of this step (ops/api.py)."""
         assert self.runner is not None, "the executor is closed"
-        return self.runner.execute(output)
+        return self.runner.execute(output, taps)
 
     def close(self) -> None:
         """Let go of weights and KV pool, whoever still holds this object; closing twice is nothing."""

@@ -6,6 +6,7 @@ row (non-finite logits) ends that request only. Not here: what to run (engine/sc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
@@ -22,6 +23,8 @@ from octavo.worker.input_batch import InputBatch
 #: Prompt logprobs turn this many rows into logits at a time: 64 rows of 150k float32 are 39 MB.
 LOGITS_CHUNK = 64
 NON_FINITE = "the model produced logits that are not finite"
+#: Called with (request id, position of the first row, float32 [rows, V]: void after the call).
+LogitsReader = Callable[[str, int, npt.NDArray[np.float32]], None]
 
 
 class ModelRunner:
@@ -32,6 +35,8 @@ class ModelRunner:
         self.kv = tuple(ops.alloc_kv(spec) for spec in kv_specs)
         self.sampler = make_sampler(ops)
         self.input_batch = InputBatch([spec.block_size for spec in kv_specs], vocab_size)
+        #: Sees the logits of every row that has any, before anything is drawn from them (`octavo verify`).
+        self.read_logits: LogitsReader | None = None
 
     def execute(self, output: SchedulerOutput, taps: Taps | None = None) -> StepResult:
         """Run the step; KV of every row is written when it returns."""
@@ -112,6 +117,9 @@ class ModelRunner:
 
     def _sample(self, entries: list[ScheduledEntry], logits: npt.NDArray[np.float32], result: StepResult) -> None:
         requests = [self.input_batch.requests[e.request_id] for e in entries]
+        if self.read_logits is not None:
+            for row, entry in enumerate(entries):
+                self.read_logits(entry.request_id, entry.start + entry.num_tokens - 1, logits[row : row + 1])
         token_ids, logprobs = self.sampler.sample(logits, [r.sampling for r in requests])
         for entry, request, token_id, entry_logprobs in zip(entries, requests, token_ids.tolist(), logprobs, strict=True):
             if token_id == NO_TOKEN:
@@ -130,6 +138,8 @@ class ModelRunner:
             wanted = targets[chunk : chunk + LOGITS_CHUNK]
             with self.ops.arena.scope():
                 logits = self.ops.to_numpy(self.model.logits(hidden[first + chunk : first + chunk + len(wanted)], 0))
+                if self.read_logits is not None:
+                    self.read_logits(entry.request_id, entry.start + chunk, logits)
                 if not np.isfinite(logits).all():
                     result.errors[entry.request_id] = NON_FINITE
                     return
