@@ -22,7 +22,7 @@ WIDE, BYTES = 127 * 128, 127
 
 
 def rounded_activations(x: np.ndarray, layout: str) -> np.ndarray:
-    """x as the kernels see it in `run`: integers per block of 32 with scale amax / largest, float64. Float32 where the choice of q needs it."""
+    """float64: x as the kernels see it in `run`, integers per block of 32 with scale amax / largest. q is chosen in float32."""
     padded = np.zeros((x.shape[0], -(-x.shape[1] // 32) * 32), np.float32)
     padded[:, : x.shape[1]] = x
     blocks = padded.reshape(x.shape[0], -1, 32)

@@ -179,7 +179,7 @@ class _SharedTail(FaultyExecutor):
     def change(self, output: SchedulerOutput) -> SchedulerOutput:
         source = {copy.target: copy.source for copy in output.block_copies if copy.group == 0}
         entries = [
-            replace(e, new_block_ids=(tuple(source.get(block, block) for block in e.new_block_ids[0]), *e.new_block_ids[1:]))
+            e._replace(new_block_ids=(tuple(source.get(block, block) for block in e.new_block_ids[0]), *e.new_block_ids[1:]))
             for e in output.entries
         ]
         return replace(output, entries=entries, block_copies=[])
@@ -207,7 +207,7 @@ class _StaleReplay(FaultyExecutor):
         if not decode or not before or before == self._rows or not output.entries:
             return output
         last = output.entries[-1]
-        return replace(output, entries=[*output.entries[:-1], replace(last, start=last.start - 1)])
+        return replace(output, entries=[*output.entries[:-1], last._replace(start=last.start - 1)])
 
 
 def _stale_block(core: EngineCore) -> None:
