@@ -107,7 +107,6 @@ void bind_context(nb::module_& m) {
     bind_program(m, context);
     context.def("linear", &linear, nb::arg("x").noconvert(), nb::arg("weight"), nb::arg("num_generated"), nb::arg("out").noconvert());
     bind_sampling(context);
-    context.def("linear", &linear, nb::arg("x").noconvert(), nb::arg("weight"), nb::arg("out").noconvert());
     context.def("embedding", &embedding, nb::arg("token_ids").noconvert(), nb::arg("weight"), nb::arg("out").noconvert());
     context.def("rms_norm", &rms_norm, nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"), nb::arg("out").noconvert());
     context.def("add_rms_norm", &add_rms_norm, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"),
