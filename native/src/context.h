@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "fork_guard.h"
 #include "kv_pool.h"
 #include "machine.h"
 #include "memory.h"
@@ -96,6 +97,7 @@ private:
     std::mutex mutex_;
     const Kernels& kernels_;
     ThreadPool pool_;
+    ForkGuard fork_guard_{mutex_, pool_};
     Memory scratch_;
     std::vector<AttendTile> tiles_;
 };

@@ -25,8 +25,12 @@ inline void pause() {
 }  // namespace
 
 ThreadPool::ThreadPool(int threads) : workers_(new std::vector<std::thread>), owner_(getpid()) {
-    workers_->reserve(threads > 1 ? size_t(threads) - 1 : 0);
-    for (int i = 1; i < threads; ++i) {
+    start(threads > 1 ? size_t(threads) - 1 : 0);
+}
+
+void ThreadPool::start(size_t workers) {
+    workers_->reserve(workers);
+    for (size_t i = 0; i < workers; ++i) {
         try {
             workers_->emplace_back([this] { worker(); });
         } catch (const std::system_error&) {
@@ -44,7 +48,19 @@ ThreadPool::~ThreadPool() {
     delete workers_;
 }
 
+// In a forked child. The old handles name threads that are not here: they can be neither joined nor destroyed.
+void ThreadPool::restart() {
+    const size_t workers = workers_->size();
+    workers_ = new std::vector<std::thread>;
+    parked_.store(0);
+    busy_.store(0);
+    owner_ = getpid();
+    forked_ = false;
+    start(workers);
+}
+
 void ThreadPool::run_job(int64_t items, Function function, const void* argument) {
+    if (forked_) restart();
     function_ = function;
     argument_ = argument;
     items_ = items;

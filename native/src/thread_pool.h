@@ -5,8 +5,8 @@
 // caller returns when all items are done. A worker that wakes late finds the job closed: nobody ever waits for a
 // thread that has not taken an item. Which thread computes an item must not matter to its result.
 //
-// After fork() the child has no workers: jobs run on the calling thread alone, correctly, provided no job was running
-// in another thread at the fork. One thread means no worker is ever made.
+// After fork() the child has none of the workers; told so by forked(), it makes its own with its first job. No job may be
+// running at the fork (fork_guard.h). One thread means no worker is ever made.
 #pragma once
 #include <sys/types.h>
 
@@ -45,12 +45,17 @@ public:
         ThreadPool& pool_;
     };
 
+    // In the child of a fork, before its first job.
+    void forked() { forked_ = true; }
+
     int threads() const { return int(workers_->size()) + 1; }
 
 private:
     using Function = void (*)(const void*, int64_t);
     void run_job(int64_t items, Function function, const void* argument);
     void take_items();
+    void start(size_t workers);
+    void restart();
     void worker();
     bool wait_for_job(uint32_t last_epoch);
 
@@ -68,6 +73,7 @@ private:
 
     std::vector<std::thread>* workers_;
     pid_t owner_;
+    bool forked_ = false;
 };
 
 }  // namespace octavo

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -184,19 +186,93 @@ def test_workers_wake_after_a_pause():
         assert np.array_equal(ops.linear(x, weight, 0), first)
 
 
+FORKING = (
+    "import os, signal, numpy as np\nfrom octavo.ops.api import PackedTensor\n"
+    "count = lambda: len(os.listdir('/proc/self/task'))\n"
+    "ops = CpuOps(8, threads=3, oversubscribe=True)\n"
+    "w = ops.pack_linear([PackedTensor('f32', (500, 64), np.ones((500, 64), np.float32))])\n"
+    "x = np.ones((8, 64), np.float32)\nops.begin_step(8); a = ops.linear(x, w, 0).copy()\n"
+    "def work():\n    out = np.empty((8, 500), np.float32); ops._context.linear(x, w, 0, out); return np.array_equal(out, a)\n"
+)
+
+
 @linux_only
-def test_a_forked_child_computes_alone():
-    code = (
-        "import os, numpy as np\nfrom octavo.ops.api import PackedTensor\n"
-        "ops = CpuOps(8, threads=3, oversubscribe=True)\n"
-        "w = ops.pack_linear([PackedTensor('f32', (500, 64), np.ones((500, 64), np.float32))])\n"
-        "x = np.ones((8, 64), np.float32)\nops.begin_step(8); a = ops.linear(x, w, 0).copy()\n"
+def test_a_forked_child_has_workers_of_its_own():
+    """Three threads again, right results, and a clean end of both; a child of the child too."""
+    code = FORKING + (
         "pid = os.fork()\n"
-        "if pid == 0:\n    ops.begin_step(8); same = np.array_equal(ops.linear(x, w, 0), a); del ops, w; os._exit(0 if same else 3)\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), np.array_equal(ops.linear(x, w, 0), a))\n"
+        "if pid == 0:\n"
+        "    signal.alarm(60); before, same = count(), work(); mine = count()\n"
+        "    grandchild = os.fork()\n"
+        "    if grandchild == 0:\n        signal.alarm(60); ok = work() and count() == 3; del ops, w; os._exit(0 if ok else 5)\n"
+        "    last = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1])\n"
+        "    ok = (before, same, mine, last) == (1, True, 3, 0) and work(); del ops, w; os._exit(0 if ok and count() == 1 else 3)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), work())\n"
     )
     result = python(code)
     assert result.stdout.split() == ["0", "True"], result.stderr
+
+
+@linux_only
+def test_forks_while_another_thread_computes():
+    """The child must find neither a locked context nor half a job: many forks, each in the middle of somebody's operation."""
+    code = FORKING + (
+        "import threading\nstop, wrong, rounds = threading.Event(), [], [0]\n"
+        "def busy():\n    while not stop.is_set():\n        rounds[0] += 1\n        if not work(): wrong.append(1)\n"
+        "threads = [threading.Thread(target=busy) for _ in range(2)]\nfor t in threads: t.start()\n"
+        "codes = []\n"
+        "for i in range(20):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n        signal.alarm(60); os._exit(0 if work() else 3)\n"
+        "    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "stop.set()\nfor t in threads: t.join()\n"
+        "print(set(codes), wrong, rounds[0] > 20)\n"
+    )
+    result = python(code)
+    assert result.stdout.split() == ["{0}", "[]", "True"], (result.stdout, result.stderr)
+
+
+@linux_only
+def test_idle_workers_take_no_processor_time():
+    """Workers spin inside a step and park after it: a second of rest costs next to nothing, where spinning would cost three."""
+    code = FORKING + (
+        "import time\nwork(); time.sleep(0.1)\nbefore = time.process_time(); time.sleep(1)\n"
+        "print(time.process_time() - before, count(), work())\n"
+    )
+    spent, threads, right = python(code).stdout.split()
+    assert float(spent) < 0.1 and threads == "3" and right == "True"
+
+
+def test_other_python_threads_run_during_an_operation():
+    """Marks that another thread makes in the middle of one long product: with the lock of the interpreter held there are none."""
+    packed, _ = random_packed(np.random.default_rng(0), "q8_b32", 2048, 1024)
+    ops = CpuOps(8, threads=1, isa="portable")
+    weight, x = ops.pack_linear([packed]), np.ones((192, 1024), np.float32)
+    out, marks, stop = np.empty((192, 2048), np.float32), [], threading.Event()
+
+    def mark() -> None:
+        while not stop.wait(0.001):
+            marks.append(time.perf_counter())
+
+    other = threading.Thread(target=mark)
+    other.start()
+    begin = time.perf_counter()
+    ops._context.linear(x, weight, 0, out)
+    end = time.perf_counter()
+    stop.set()
+    other.join()
+    quarter = (end - begin) / 4
+    assert [at for at in marks if begin + quarter < at < end - quarter], f"the product took {end - begin:.3f} s, {len(marks)} marks"
+
+
+@linux_only
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="taskset is not installed (util-linux)")
+def test_doctor_under_taskset_counts_what_it_was_given():
+    allowed = min(os.sched_getaffinity(0))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])}
+    command = ["taskset", "-c", str(allowed), sys.executable, "-m", "octavo.cli.main", "doctor", "--json"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False).stdout)
+    assert report["cores"]["affinity"] == report["cores"]["usable"] == 1
 
 
 def test_the_interpreter_exits_cleanly_with_workers_alive():
