@@ -6,6 +6,7 @@
 
 namespace octavo {
 void bind_handles(nanobind::module_& m);
+void bind_limits(nanobind::module_& m);
 void bind_packing(nanobind::class_<Context>& context);
 void bind_program(nanobind::module_& m, nanobind::class_<Context>& context);
 void bind_sampling(nanobind::class_<Context>& context);

@@ -135,6 +135,7 @@ NB_MODULE(_native, m) {
           "Whole processors granted by the control groups; 0 means no limit.");
     bind_handles(m);
     bind_context(m);
+    bind_limits(m);
 }
 
 }  // namespace octavo
