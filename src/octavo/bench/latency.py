@@ -96,20 +96,26 @@ def measure(
 
 def _run(llm: LLM, case: Case, rng: np.random.Generator, result: CaseResult) -> None:
     """Prompts alone (one token is drawn of each), then prompts and answers; other prompts each time."""
-    steps, seconds = _generate(llm, case._replace(tokens=1), rng)
-    result.prefill.append(case.prompt_tokens * case.batch_size / sum(map(_seconds, steps)))
+    steps, seconds = generate(llm, case._replace(tokens=1), rng)
+    result.prefill.append(case.prompt_tokens * case.batch_size / sum(map(step_seconds, steps)))
     result.prefill_parts.append(_parts(steps))
     if case.tokens > 1:
-        steps, seconds = _generate(llm, case, rng)
-        full = [step for step in steps if len(step.entries) == case.batch_size and all(entry.num_tokens == 1 for entry in step.entries)]
-        if not full:
-            raise OctavoError(f"{case.name}: no step had all requests in it; generate more tokens")
-        result.decode.append(case.batch_size * len(full) / sum(map(_seconds, full)))
+        steps, seconds = generate(llm, case, rng)
+        full = full_steps(steps, case)
+        result.decode.append(case.batch_size * len(full) / sum(map(step_seconds, full)))
         result.decode_parts.append(_parts(full))
     result.total.append(seconds)
 
 
-def _generate(llm: LLM, case: Case, rng: np.random.Generator) -> tuple[list[Any], float]:
+def full_steps(steps: Sequence[Any], case: Case) -> list[Any]:
+    """The events of steps in which every request of the batch got one token. Raises OctavoError where there are none."""
+    full = [step for step in steps if len(step.entries) == case.batch_size and all(entry.num_tokens == 1 for entry in step.entries)]
+    if not full:
+        raise OctavoError(f"{case.name}: no step had all requests in it; generate more tokens")
+    return full
+
+
+def generate(llm: LLM, case: Case, rng: np.random.Generator) -> tuple[list[Any], float]:
     """The events of the steps it took, and the wall seconds."""
     prompts = [rng.integers(*_ids(llm), case.prompt_tokens).tolist() for _ in range(case.batch_size)]
     params = SamplingParams(temperature=0, max_tokens=case.tokens, ignore_eos=True)
@@ -129,12 +135,13 @@ def _ids(llm: LLM) -> tuple[int, int]:
     return min(1000, vocabulary // 4), max(vocabulary * 4 // 5, 2)
 
 
-def _seconds(step: Any) -> float:
+def step_seconds(step: Any) -> float:
+    """Of one event: its parts that do not overlap."""
     return float(sum(step.timings[part] for part in WHOLE))
 
 
 def _parts(steps: Sequence[Any]) -> dict[str, float]:
     """Mean milliseconds of a step by part; "other" is what the parts do not cover."""
     parts = {part: 1000 * sum(step.timings.get(part, 0.0) for step in steps) / len(steps) for part in PARTS}
-    whole = 1000 * sum(map(_seconds, steps)) / len(steps)
+    whole = 1000 * sum(map(step_seconds, steps)) / len(steps)
     return {**parts, "other": max(0.0, whole - sum(parts.values())), "step": whole}

@@ -1,4 +1,5 @@
-"""`octavo bench`: measures a server (serve), the engine in this process (latency), and engines side by side (bench_compare.py).
+"""`octavo bench`: measures a server (serve), the engine in this process (latency), single ops
+(bench_kernels.py), and engines side by side (bench_compare.py).
 
 Tables for people go to standard output, or one JSON object with --json; the progress bar goes to a terminal only.
 Stateless. Not here: how anything is measured (bench/), the committed experiments (the checkout's benchmarks/).
@@ -7,7 +8,6 @@ Stateless. Not here: how anything is measured (bench/), the committed experiment
 from __future__ import annotations
 
 import shlex
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,24 +17,27 @@ import typer
 from octavo.cli import terminal
 from octavo.cli.answer import open_llm
 from octavo.cli.bench_compare import compare, export_model
+from octavo.cli.bench_kernels import LimitsFile, kernels, known_limits
 from octavo.cli.bench_options import Json, Model, Output
 from octavo.cli.bench_options import command_line as _command
 from octavo.cli.bench_options import number as _number
 from octavo.cli.bench_options import numbers as _numbers
 from octavo.cli.bench_options import option as _option
 from octavo.cli.bench_options import progress as _progress
+from octavo.cli.bench_options import show as _show
 from octavo.cli.make_model import make_model
 from octavo.cli.options import chosen_model, engine_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 
-SUMMARY = "Measure a server (any that speaks OpenAI's protocol), the engine in this process, or other engines beside it."
+SUMMARY = "Measure a server (any that speaks OpenAI's protocol), the engine in this process, single ops, or other engines."
 EXAMPLES = """\b
 Examples:
   octavo bench serve --concurrency 8 --requests 50 --max-tokens 128
   octavo bench serve --max-decode-batch-size 4 --plot batch4.svg
   octavo bench serve --url http://127.0.0.1:8000 --rate 2 --requests 100 --json
   octavo bench latency --prompt-tokens 128,512 --batch-size 1,8 --breakdown
+  octavo bench kernels --rows 1,8 --plot kernels.svg
   octavo bench make-model qwen2.5-7b --format gguf-q4_0 --output random-7b.gguf
   octavo bench compare --peer llamacpp=/path/to/venv/bin/python --rounds 5
 """
@@ -164,7 +167,8 @@ def latency(
     tokens: Annotated[str, _option("--tokens", "tokens generated for each; 1: only prompts", "LIST")] = "64",
     batch_size: Annotated[str, _option("--batch-size", "requests at once", "LIST")] = "1",
     rounds: Annotated[str, _option("--rounds", "rounds that count, after one to warm up")] = "3",
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="milliseconds of a step by part")] = False,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="where a step's time goes: parts, and every op beside its limit")] = False,
+    limits: LimitsFile = None,
     as_json: Json = False,
     output: Output = None,
 ) -> int:
@@ -176,11 +180,18 @@ def latency(
     wanted = bench.cases(_numbers("--prompt-tokens", prompt_tokens), _numbers("--tokens", tokens), _numbers("--batch-size", batch_size))
     count = _number("--rounds", rounds, int, 1, 1000)
     before = record.machine() if output is not None else None
+    known = known_limits(limits) if breakdown else None
     with closing(open_llm(config)) as llm, _progress(len(wanted) * (count + 1), "cases") as (begin, done):
         bench.check(llm, wanted)
         begin()
         measured = bench.measure(llm, wanted, count, done=done)
     results = {case.name: result.figures(breakdown) for case, result in measured.items()}
+    if known is not None:
+        for name, parts in _breakdown(config, wanted, count, known).items():
+            results[name] |= parts
+            for kind in ("prefill", "decode"):
+                if f"{kind}_breakdown" in parts:
+                    results[name][f"{kind}_breakdown"]["untouched_step_ms"] = results[name][f"{kind}_step_ms"]["step"]
     try:
         if before is not None:
             method = f"{count} interleaved rounds after one to warm up; whole steps, sampling included; random token ids, greedy, no stop"
@@ -190,8 +201,20 @@ def latency(
     return 0
 
 
+def _breakdown(config: EngineConfig, wanted: Any, rounds: int, known: Any) -> dict[str, dict[str, Any]]:
+    """Name of a case -> its breakdowns; by an engine of its own, whose steps call op by op."""
+    from octavo.bench import breakdown as bench
+
+    with closing(open_llm(bench.eager(config))) as llm, _progress(len(wanted) * (rounds + 1), "breakdowns") as (begin, done):
+        begin()
+        found = bench.measure(llm, wanted, rounds, known, done=done)
+    return {case.name: {f"{kind}_breakdown": parts for kind, parts in kinds.items()} for case, kinds in found.items()}
+
+
 def _latency_tables(results: dict[str, Any]) -> list[Any]:
     from rich.table import Table
+
+    from octavo.bench.kernel_report import breakdown_table
 
     table = Table(box=None, pad_edge=False)
     table.add_column("tokens/s: median (min to max)")
@@ -211,18 +234,19 @@ def _latency_tables(results: dict[str, Any]) -> list[Any]:
             for name, values in rows:
                 parts.add_row(name, *(f"{value:.2f}" for value in values.values()))
             found.append(parts)
-    return found
+    return found + [
+        breakdown_table(f"{kind}: {name}", figures[f"{kind}_breakdown"])
+        for name, figures in results.items()
+        for kind in ("prefill", "decode")
+        if f"{kind}_breakdown" in figures
+    ]
 
 
-commands = {"serve": serve, "latency": latency, "compare": compare, "export-model": export_model, "make-model": make_model}
-
-
-def _show(figures: dict[str, Any], tables: list[Any], as_json: bool) -> None:
-    if as_json:
-        terminal.write(terminal.as_json(figures))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if terminal.is_terminal(sys.stdout) else 120)
-    for number, table in enumerate(tables):
-        console.print(*([""] if number else []), table, sep="\n")
+commands = {
+    "serve": serve,
+    "latency": latency,
+    "kernels": kernels,
+    "compare": compare,
+    "export-model": export_model,
+    "make-model": make_model,
+}

@@ -1,4 +1,4 @@
-"""What the subcommands of `octavo bench` share: numbers from flags, the command line for a results file, the progress bar.
+"""What the subcommands of `octavo bench` share: numbers from flags, the command line for a results file, the progress bar, what is shown.
 
 Stateless. Not here: the subcommands (bench.py, bench_compare.py).
 """
@@ -65,3 +65,14 @@ def progress(total: int, words: str) -> Iterator[tuple[Any, Any]]:
         yield bar.start, lambda *_: bar.advance(task)
     finally:
         bar.stop()
+
+
+def show(figures: dict[str, Any], tables: list[Any], as_json: bool) -> None:
+    if as_json:
+        terminal.write(terminal.as_json(figures))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if terminal.is_terminal(sys.stdout) else 120)
+    for number, table in enumerate(tables):
+        console.print(*([""] if number else []), table, sep="\n")

@@ -1,6 +1,7 @@
 """`octavo doctor`: what the engine finds on this machine, what it would use, and what to do about the rest.
 
-Stateless. Not here: reading the machine (machine.py), the choice of a backend (ops/registry.py).
+With --full it also measures what the machine can do at most.
+Stateless. Not here: reading the machine (machine.py), the choice of a backend (ops/registry.py), measuring (bench/limits.py).
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import shlex
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,17 +22,20 @@ from octavo.cli import machine, terminal
 from octavo.cli.options import chosen_model, engine_options
 from octavo.config import EngineConfig
 from octavo.config_sources import field_types, variable_name
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 
 if TYPE_CHECKING:
     from octavo.model_config import ModelConfig
 
 PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "jinja2", "torch")
+#: Times of the limits, as they are shown.
+CALLS = {"fork_join_s": "fork and join of all threads", "call_s": "a call from Python", "call_arrays_s": "with two arrays"}
 EXAMPLES = """\b
 Examples:
   octavo doctor
   octavo doctor qwen2.5-7b
   octavo doctor --json
+  octavo doctor --full --output limits.json
 """
 
 
@@ -37,9 +44,19 @@ def command(
     config: EngineConfig,
     name: Annotated[str | None, typer.Argument(metavar="MODEL", help="short name, folder, .gguf file or Hugging Face id")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="measure bandwidth, arithmetic and call costs too: a few seconds of all cores")
+    ] = False,
+    output: Annotated[
+        str | None, typer.Option("--output", metavar="FILE.json", help="with --full: keep the figures, for the --limits of octavo bench")
+    ] = None,
 ) -> int:
     """Say what the engine finds here. Exits with 1 if nothing could run."""
+    if output is not None and not full:
+        raise ConfigError("--output keeps what --full measures: give both")
     report = examine(chosen_model(config, name))
+    if full:
+        report["limits"] = limits_report(report["cpu"]["model"], output)
     if as_json:
         terminal.write(terminal.as_json(report))
     else:
@@ -69,6 +86,20 @@ def examine(config: EngineConfig) -> dict[str, Any]:
     return report
 
 
+def limits_report(cpu: str, output: str | None = None) -> dict[str, Any]:
+    """What the machine can do at most (bench/limits.py), measured now; written to `output` too. Raises ConfigError without kernels."""
+    from octavo.bench import limits, record
+    from octavo.cli.bench_options import progress
+
+    before = record.machine() if output is not None else None
+    with progress(limits.count(), "figures") as (begin, done):
+        begin()
+        found = limits.measure(cpu, done).as_dict()
+    if output is not None and before is not None:
+        record.write(Path(output), limits.NAME, shlex.join(["octavo", *sys.argv[1:]]), limits.METHOD, before, found)
+    return found
+
+
 def native_report() -> dict[str, Any]:
     """The native module: whether it can be used, which instruction-set levels it could take and which it takes."""
     try:
@@ -76,7 +107,11 @@ def native_report() -> dict[str, Any]:
     except ImportError as error:
         return {"usable": False, "reason": str(error)}
     levels = list(native.isa_levels()) if hasattr(native, "isa_levels") else []
-    return {"usable": True, "isa_levels": levels, "isa": levels[-1] if levels else None, "file": native.__file__}
+    try:
+        isa = native.isa()
+    except (AttributeError, ValueError):  # ValueError: OCTAVO_CPU_ISA names a level that cannot run here
+        isa = None
+    return {"usable": True, "isa_levels": levels, "isa": isa, "file": native.__file__}
 
 
 def backend_report(model: ModelConfig | None, config: EngineConfig) -> dict[str, list[str]]:
@@ -89,6 +124,8 @@ def backend_report(model: ModelConfig | None, config: EngineConfig) -> dict[str,
 
         model = model or ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, RopeConfig(dim=64))
         return available_backends(op_needs(model, config))
+    except ConfigError as error:  # OCTAVO_CPU_ISA names a level that cannot run here: nothing starts before that is mended
+        return {"cpu": [str(error)]}
     except ImportError as error:  # NumPy is broken, say: nothing can run
         return {"reference": [f"{type(error).__name__}: {error}"]}
 
@@ -154,8 +191,23 @@ def lines(report: dict[str, Any]) -> list[str]:
         f"packages   {', '.join(f'{name} {version}' for name, version in report['packages'].items() if version)}",
         *(f"variable   {name}={value}" for name, value in report["variables"].items()),
         *(f"warning    {text}" for text in report["warnings"]),
+        *(limit_lines(report["limits"]) if "limits" in report else ()),
     ]
     return out if report["can_run"] else [*out, "error      no backend can run here"]
+
+
+def limit_lines(limits: dict[str, Any]) -> list[str]:
+    """What was measured with --full: one thread, then all of them."""
+    threads = limits["threads"]
+
+    def speeds(name: str, of: dict[str, float], unit: str) -> str:
+        return f"limit      {name}: {of['one'] / 1e9:.1f} {unit} with 1 thread, {of['all'] / 1e9:.1f} with {threads}"
+
+    out = [speeds(f"read {name}", of, "GB/s") for name, of in limits["read"].items()]
+    for level, kinds in limits["compute"].items():
+        out += [speeds(f"{level} {kind}", of, "GFLOP/s" if kind == "f32" else "GOP/s") for kind, of in kinds.items()]
+    calls = ", ".join(f"{words} {1e6 * limits[name]:.2f} us" for name, words in CALLS.items())
+    return [*out, f"limit      {calls}"]
 
 
 def _version(name: str) -> str | None:
