@@ -107,6 +107,7 @@ void Context::attend(In q, const KvPool& kv, int64_t layer, const AttendBatch& b
     job.block_bytes = kv.block_bytes();
     job.head_bytes = kv.head_bytes();
     job.value_offset = kv.value_offset();
+    job.scale_offset = kv.scale_offset();
     job.type = kv.shape().type;
     job.head_dim = dim;
     job.padded_dim = kv.padded_dim();

@@ -54,7 +54,7 @@ class EngineConfig:
     op_backends: str = _setting("", "override single ops, for example rms_norm=reference,attend=reference")
     threads: int = _setting(0, "threads of the native kernels; 0: what affinity and cgroup allow")
     kv_cache_memory: int | str = _setting("2GiB", "memory of the KV pool")
-    kv_dtype: Literal["auto", "f32", "f16", "bf16"] = _setting(
+    kv_dtype: Literal["auto", "f32", "f16", "bf16", "int8"] = _setting(
         "auto", "what the KV pool stores; auto: bf16 on native kernels, f32 on the reference"
     )
     num_kv_blocks: int | None = _setting(None, "size of the KV pool in blocks, instead of kv_cache_memory")
@@ -80,7 +80,7 @@ class EngineConfig:
             raise ConfigError(f"threads must be 0 or a positive integer, got {shown(self.threads)}")
         if self.seed is not None and not _is_integer(self.seed, -(2**63), 2**64 - 1):
             raise ConfigError(f"seed must be an integer in [-2**63, 2**64), got {shown(self.seed)}")
-        for name, words in (("backend", ("auto", "cpu", "reference", "torch")), ("kv_dtype", ("auto", "f32", "f16", "bf16"))):
+        for name, words in (("backend", ("auto", "cpu", "reference", "torch")), ("kv_dtype", ("auto", "f32", "f16", "bf16", "int8"))):
             if getattr(self, name) not in words:
                 raise ConfigError(f"{name} must be {', '.join(words[:-1])} or {words[-1]}, got {shown(getattr(self, name))}")
         for name in ("model", "device", "op_backends", "revision"):
