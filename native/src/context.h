@@ -49,6 +49,12 @@ struct AttendOptions {
     float softcap;   // 0: none
 };
 
+// Splits of one tile, computed together. state: where in scratch memory their state goes; -1: the tile is whole.
+struct AttendItem {
+    size_t tile;
+    int64_t first_split, last_split, state;
+};
+
 class Context {
 public:
     Context(int threads, const std::string& isa);
@@ -83,6 +89,7 @@ private:
     ThreadPool pool_;
     Memory scratch_;
     std::vector<AttendTile> tiles_;
+    std::vector<AttendItem> items_, divided_;
 };
 
 inline void require(bool condition, const char* message) {

@@ -15,8 +15,9 @@
 // chains of fused multiply-adds to hide their latency.
 constexpr int kMaxQueries = kAccumulators < 6 ? kAccumulators : 6;
 constexpr int beside(int n) { return kAccumulators / n > 4 ? 4 : kAccumulators / n; }
-// Blocks of keys that are scored together, and how many blocks ahead the next ones are fetched.
+// Blocks of keys that are scored together, and how many blocks ahead memory is asked for what comes.
 constexpr int kRun = 4;
+constexpr int kAhead = 2;
 // Scores of neighbouring queries lie a little more than a split apart, so that they do not share cache sets.
 constexpr int64_t kScoreStride = kSplit + kPanel;
 
@@ -24,10 +25,13 @@ static inline int64_t state_size(const AttendJob* job) { return job->padded_dim 
 
 // Row 2i (or 2i + 1) of a tile at columns [c, c + 16), row length `width`. Two-byte types interleave the two rows, so
 // that a 32-bit lane holds both. int8 gives the integers: the scale is the caller's.
-template <KvType K, bool Odd> static inline VF load_row(const uint8_t* tile, int64_t i, int64_t width, int64_t c) {
-    if constexpr (K == KvType::F32) return vf_load((const float*)tile + (2 * i + Odd) * width + c);
-    if constexpr (K == KvType::I8) return vf_load_i8((const int8_t*)tile + (2 * i + Odd) * width + c);
-    const uint8_t* p = tile + (i * width + c) * 4;
+// Also asks for what lies `ahead` bytes further, where a later tile is.
+template <KvType K, bool Odd> static inline VF load_row(const uint8_t* tile, int64_t i, int64_t width, int64_t c, int64_t ahead) {
+    constexpr int64_t kItem = K == KvType::F32 ? 4 : K == KvType::I8 ? 1 : 2;
+    const uint8_t* p = tile + (kItem == 2 ? (i * width + c) * 4 : ((2 * i + Odd) * width + c) * kItem);
+    if constexpr (!Odd || kItem == 4) __builtin_prefetch(p + ahead);
+    if constexpr (K == KvType::F32) return vf_load((const float*)p);
+    if constexpr (K == KvType::I8) return vf_load_i8((const int8_t*)p);
     if constexpr (K == KvType::F16) return vf_load_pairs_f16<Odd>(p);
     const VI x = vi_load(p);
     return vf_bits(Odd ? vi_and(x, vi_set1((int32_t)0xffff0000u)) : vi_shl<16>(x));
@@ -62,10 +66,6 @@ static inline const uint8_t* block_of(const AttendJob* job, const AttendTile* ti
     return job->layer + tile->table[block] * job->block_bytes + tile->kv_head * job->head_bytes;
 }
 
-static inline void prefetch(const uint8_t* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
-}
-
 // Calls f.operator()<N>() for a run-time n in [1, kMaxQueries].
 template <typename F> static inline void with_count(int64_t n, const F& f) {
     if constexpr (kMaxQueries >= 6) if (n == 6) return f.template operator()<6>();
@@ -88,22 +88,24 @@ template <typename F> static inline void each_group(int64_t queries, const F& f)
 
 // Dot products of N queries with the 16 keys of each of B blocks. scores: of query n and block b at n * kScoreStride + b * 16.
 template <KvType K, int N, int B>
-static inline void score_blocks(const AttendJob* job, const uint8_t* const* blocks, const Query* queries, float* scores) {
+static inline void score_blocks(const AttendJob* job, const uint8_t* const* blocks, const int64_t* ahead, const Query* queries, float* scores) {
     VF acc[B][N];
     const uint8_t* keys[B];
+    int64_t next[B];
     const float* q[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) q[n] = queries[n].q;
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b) {
         keys[b] = blocks[b];
+        next[b] = ahead[b];
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) acc[b][n] = vf_set1(0.0f);
     }
     const int64_t pairs = job->head_dim / 2;
     for (int64_t i = 0; i < pairs; ++i) {
-        add_row<N, B>(acc, [&](int b) { return load_row<K, false>(keys[b], i, kTokens, 0); }, [&](int n) { return q[n][2 * i]; });
-        add_row<N, B>(acc, [&](int b) { return load_row<K, true>(keys[b], i, kTokens, 0); }, [&](int n) { return q[n][2 * i + 1]; });
+        add_row<N, B>(acc, [&](int b) { return load_row<K, false>(keys[b], i, kTokens, 0, next[b]); }, [&](int n) { return q[n][2 * i]; });
+        add_row<N, B>(acc, [&](int b) { return load_row<K, true>(keys[b], i, kTokens, 0, next[b]); }, [&](int n) { return q[n][2 * i + 1]; });
     }
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b)
@@ -116,7 +118,8 @@ static inline void score_blocks(const AttendJob* job, const uint8_t* const* bloc
 
 // Adds the values of keys [low, high) of a block at C groups of 16 columns from c on, weighted, to the sums of N queries.
 template <KvType K, int N, int C>
-static inline void add_columns(const AttendJob* job, const uint8_t* values, int64_t c, int64_t low, int64_t high, const float* weights, float* sums) {
+static inline void add_columns(const AttendJob* job, const uint8_t* values, int64_t ahead, int64_t c, int64_t low, int64_t high, const float* weights,
+                               float* sums) {
     const int64_t width = job->padded_dim, stride = state_size(job);
     VF acc[C][N];
 #pragma GCC unroll 4
@@ -124,10 +127,10 @@ static inline void add_columns(const AttendJob* job, const uint8_t* values, int6
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) acc[j][n] = vf_load(sums + n * stride + c + 16 * j);
     const auto even = [&](int64_t i) __attribute__((always_inline)) {
-        add_row<N, C>(acc, [&](int j) { return load_row<K, false>(values, i, width, c + 16 * j); }, [&](int n) { return weights[n * kScoreStride + 2 * i]; });
+        add_row<N, C>(acc, [&](int j) { return load_row<K, false>(values, i, width, c + 16 * j, ahead); }, [&](int n) { return weights[n * kScoreStride + 2 * i]; });
     };
     const auto odd = [&](int64_t i) __attribute__((always_inline)) {
-        add_row<N, C>(acc, [&](int j) { return load_row<K, true>(values, i, width, c + 16 * j); }, [&](int n) { return weights[n * kScoreStride + 2 * i + 1]; });
+        add_row<N, C>(acc, [&](int j) { return load_row<K, true>(values, i, width, c + 16 * j, ahead); }, [&](int n) { return weights[n * kScoreStride + 2 * i + 1]; });
     };
     if (low % 2) odd(low / 2);
     for (int64_t i = (low + 1) / 2; i < high / 2; ++i) {
@@ -142,18 +145,18 @@ static inline void add_columns(const AttendJob* job, const uint8_t* values, int6
 }
 
 template <KvType K, int N>
-static inline void add_values(const AttendJob* job, const uint8_t* values, int64_t low, int64_t high, const float* weights, float* sums) {
+static inline void add_values(const AttendJob* job, const uint8_t* values, int64_t ahead, int64_t low, int64_t high, const float* weights, float* sums) {
     if (low >= high) return;
     constexpr int C = beside(N);
     int64_t c = 0;
-    for (; c + 16 * C <= job->padded_dim; c += 16 * C) add_columns<K, N, C>(job, values, c, low, high, weights, sums);
-    for (; C > 1 && c < job->padded_dim; c += 16) add_columns<K, N, 1>(job, values, c, low, high, weights, sums);
+    for (; c + 16 * C <= job->padded_dim; c += 16 * C) add_columns<K, N, C>(job, values, ahead, c, low, high, weights, sums);
+    for (; C > 1 && c < job->padded_dim; c += 16) add_columns<K, N, 1>(job, values, ahead, c, low, high, weights, sums);
 }
 
 // The values of one block for N queries that may see different keys of it: together what all see, the rest one by one.
 // base: position of the block's first key.
 template <KvType K, int N>
-static inline void add_block(const AttendJob* job, const uint8_t* values, int64_t base, const Query* queries, const float* weights, float* sums) {
+static inline void add_block(const AttendJob* job, const uint8_t* values, int64_t ahead, int64_t base, const Query* queries, const float* weights, float* sums) {
     const int64_t stride = state_size(job);
     int64_t low[N], high[N], inner_low = 0, inner_high = kTokens;
     for (int n = 0; n < N; ++n) {
@@ -163,12 +166,12 @@ static inline void add_block(const AttendJob* job, const uint8_t* values, int64_
         if (high[n] < inner_high) inner_high = high[n];
     }
     if (inner_low >= inner_high) {
-        for (int n = 0; n < N; ++n) add_values<K, 1>(job, values, low[n], high[n], weights + n * kScoreStride, sums + n * stride);
+        for (int n = 0; n < N; ++n) add_values<K, 1>(job, values, ahead, low[n], high[n], weights + n * kScoreStride, sums + n * stride);
         return;
     }
-    for (int n = 0; n < N; ++n) add_values<K, 1>(job, values, low[n], inner_low, weights + n * kScoreStride, sums + n * stride);
-    add_values<K, N>(job, values, inner_low, inner_high, weights, sums);
-    for (int n = 0; n < N; ++n) add_values<K, 1>(job, values, inner_high, high[n], weights + n * kScoreStride, sums + n * stride);
+    for (int n = 0; n < N; ++n) add_values<K, 1>(job, values, ahead, low[n], inner_low, weights + n * kScoreStride, sums + n * stride);
+    add_values<K, N>(job, values, ahead, inner_low, inner_high, weights, sums);
+    for (int n = 0; n < N; ++n) add_values<K, 1>(job, values, ahead, inner_high, high[n], weights + n * kScoreStride, sums + n * stride);
 }
 
 // Raw dot products -> weights exp(score - maximum), in place, for keys [low, high); keys outside, in the same blocks,
@@ -235,32 +238,34 @@ static inline Split split_of(const AttendJob* job, const AttendTile* tile, int64
     return split;
 }
 
-// What will be read kRun blocks after a block's keys (or values): the same of a later block, or this split's first
-// values, or the next split's first keys.
-static inline void fetch_ahead(const AttendJob* job, const AttendTile* tile, const Split* split, int64_t block, bool keys, int64_t end_block) {
-    int64_t ahead = block + kRun;
-    if (ahead >= split->last_block) {
-        if (keys) ahead += split->first_block - split->last_block;
-        if (ahead >= (keys ? split->last_block : end_block)) return;
-        keys = !keys;
+// Bytes from a block's keys (or values) to what will be read kAhead blocks later: the same of a later block, or this split's
+// first values, or the next split's first keys; 0 at the end.
+static inline int64_t bytes_ahead(const AttendJob* job, const AttendTile* tile, const Split* split, int64_t block, bool keys, int64_t end_block) {
+    int64_t later = block + kAhead;
+    bool to_keys = keys;
+    if (later >= split->last_block) {
+        if (keys) later += split->first_block - split->last_block;
+        if (later >= (keys ? split->last_block : end_block)) return 0;
+        to_keys = !keys;
     }
-    prefetch(block_of(job, tile, ahead) + (keys ? 0 : job->value_offset), job->value_offset);
+    return block_of(job, tile, later) - block_of(job, tile, block) + (to_keys ? 0 : job->value_offset) - (keys ? 0 : job->value_offset);
 }
 
 template <KvType K> static inline void score_split(const AttendJob* job, const AttendTile* tile, const Split* split, float* scores) {
     for (int64_t block = split->first_block; block < split->last_block; block += kRun) {
         const int64_t count = split->last_block - block < kRun ? split->last_block - block : kRun;
         const uint8_t* blocks[kRun];
+        int64_t ahead[kRun];
         for (int64_t b = 0; b < count; ++b) {
             blocks[b] = block_of(job, tile, block + b);
-            fetch_ahead(job, tile, split, block + b, true, 0);
+            ahead[b] = bytes_ahead(job, tile, split, block + b, true, 0);
         }
         float* to = scores + block * kTokens - split->base;
         each_group(tile->last - tile->first, [&]<int N>(int64_t first) {
             constexpr int B = beside(N);
             int64_t b = 0;
-            for (; b + B <= count; b += B) score_blocks<K, N, B>(job, blocks + b, split->queries + first, to + first * kScoreStride + b * kTokens);
-            for (; B > 1 && b < count; ++b) score_blocks<K, N, 1>(job, blocks + b, split->queries + first, to + first * kScoreStride + b * kTokens);
+            for (; b + B <= count; b += B) score_blocks<K, N, B>(job, blocks + b, ahead + b, split->queries + first, to + first * kScoreStride + b * kTokens);
+            for (; B > 1 && b < count; ++b) score_blocks<K, N, 1>(job, blocks + b, ahead + b, split->queries + first, to + first * kScoreStride + b * kTokens);
         });
     }
 }
@@ -269,14 +274,14 @@ template <KvType K>
 static inline void mix_split(const AttendJob* job, const AttendTile* tile, const Split* split, int64_t end_block, float* weights, float* sums) {
     for (int64_t block = split->first_block; block < split->last_block; ++block) {
         const uint8_t* tiles = block_of(job, tile, block);
-        fetch_ahead(job, tile, split, block, false, end_block);
+        const int64_t ahead = bytes_ahead(job, tile, split, block, false, end_block);
         float* w = weights + block * kTokens - split->base;
         if constexpr (K == KvType::I8) {
             const VF scale = vf_load_bf16((const uint16_t*)(tiles + job->scale_offset) + kTokens);
             for (int64_t n = 0; n < tile->last - tile->first; ++n) vf_store(w + n * kScoreStride, vf_mul(vf_load(w + n * kScoreStride), scale));
         }
         each_group(tile->last - tile->first, [&]<int N>(int64_t first) {
-            add_block<K, N>(job, tiles + job->value_offset, block * kTokens, split->queries + first, w + first * kScoreStride, sums + first * state_size(job));
+            add_block<K, N>(job, tiles + job->value_offset, ahead, block * kTokens, split->queries + first, w + first * kScoreStride, sums + first * state_size(job));
         });
     }
 }
