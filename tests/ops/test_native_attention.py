@@ -78,6 +78,40 @@ def test_attend(isa, dtype, dim, heads, kv_heads):
         assert result.shape == (len(q), heads * dim) and worst <= 2e-5, worst
 
 
+#: Head size -> query heads for each KV head: every size models have, every ratio from 1 to 9 and one that fills two tiles.
+SHAPES = {32: 1, 48: 2, 64: 3, 80: 4, 96: 5, 112: 6, 128: 7, 160: 8, 192: 9, 256: 17}
+#: Sequence lengths around blocks, runs of four blocks and splits, each with one row or a few; a segment without rows.
+EDGES = [Segment(1, n) for n in (1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000)] + [Segment(4, 258), Segment(0, 9), Segment(7, 34)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", SHAPES)
+def test_attend_at_every_edge(dim, dtype):
+    """Against float64 at every level; the slots that no row sees hold NaN and infinity."""
+    group, kv_heads = SHAPES[dim], 1 if dim > 64 else 2
+    spec = KVSpec(1, 260, 16, kv_heads, dim, dtype)
+    window, softcap = [(None, 0.0), (250, 0.0), (None, 6.0), (17, 6.0)][list(SHAPES).index(dim) % 4]
+    truth = None
+    for isa in LEVELS:
+        ops = CpuOps(64, threads=2, isa=isa)
+        batch, contents, q = case(np.random.default_rng(dim), ops, spec, EDGES, kv_heads * group, 0)
+        ops.begin_step(batch.num_rows)
+        result = ops.attend(q, 0, batch, 0, dim**-0.5, window, softcap)
+        truth = expected(batch, contents, q, dim**-0.5, window, softcap) if truth is None else truth
+        assert np.abs(result - truth).max() <= 2e-5
+        alone = ops.attend(q[-7:], 0, last_segment(batch), 0, dim**-0.5, window, softcap).copy()
+        assert np.array_equal(alone, result[-7:])
+
+
+def last_segment(batch):
+    """The last segment of a batch as a batch of its own."""
+    start = int(batch.query_start_loc[-2])
+    tables = batch.block_tables[0][-1:]
+    return replace(
+        batch, positions=batch.positions[start:], query_start_loc=np.array([0, batch.num_rows - start], np.int32), block_tables=(tables,)
+    )
+
+
 @pytest.mark.parametrize("isa", LEVELS)
 def test_a_broken_later_token_does_not_reach_earlier_rows(isa):
     """Rows of a tile share the reads of V: a NaN in the value of token 9 must not touch rows 0 to 8 of the same prompt."""
