@@ -27,11 +27,13 @@ def main() -> int:
     before = record.machine()
     path = resolve_source("smollm2").paths[0]
     truth = quality.float32_truth(path)
-    executor = harness.load(path, backend="cpu")
     results = {}
-    for kind, num_prompt in (("prompt rows", None), ("generated rows", 1)):
-        results[kind] = quality.compare(truth, [harness.all_logits(executor, window, num_prompt=num_prompt) for window, _ in truth])
-        print(kind, results[kind])
+    for kv_dtype, suffix in (("bf16", ""), ("int8", ", int8 KV")):
+        executor = harness.load(path, backend="cpu", kv_dtype=kv_dtype)
+        for kind, num_prompt in (("prompt rows", None), ("generated rows", 1)):
+            logits = [harness.all_logits(executor, window, num_prompt=num_prompt) for window, _ in truth]
+            results[kind + suffix] = quality.compare(truth, logits)
+            print(kind + suffix, results[kind + suffix])
     with tempfile.TemporaryDirectory() as folder:
         smollm2_in_transformers(path).save_pretrained(folder)
         for mode in ("none", "int8", "int4"):

@@ -54,7 +54,8 @@ inline KvType kv_type(const std::string& name) {
     if (name == "f32") return KvType::F32;
     if (name == "bf16") return KvType::BF16;
     if (name == "f16") return KvType::F16;
-    throw nb::value_error(("unknown KV dtype " + name + ": choose f32, bf16 or f16").c_str());
+    if (name == "int8") return KvType::I8;
+    throw nb::value_error(("unknown KV dtype " + name + ": choose f32, bf16, f16 or int8").c_str());
 }
 
 // The kernels' layout of a PackedTensor, and how many values of it share a scale.

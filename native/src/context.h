@@ -52,6 +52,11 @@ struct AttendOptions {
 
 struct SampleRow;    // sampling.h
 struct LogprobsOut;
+// Splits of one tile, computed together. state: where in scratch memory their state goes; -1: the tile is whole.
+struct AttendItem {
+    size_t tile;
+    int64_t first_split, last_split, state;
+};
 
 class Context {
 public:
@@ -100,6 +105,7 @@ private:
     ForkGuard fork_guard_{mutex_, pool_};
     Memory scratch_;
     std::vector<AttendTile> tiles_;
+    std::vector<AttendItem> items_, divided_;
 };
 
 inline void require(bool condition, const char* message) {

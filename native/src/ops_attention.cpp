@@ -107,6 +107,7 @@ void Context::attend(In q, const KvPool& kv, int64_t layer, const AttendBatch& b
     job.block_bytes = kv.block_bytes();
     job.head_bytes = kv.head_bytes();
     job.value_offset = kv.value_offset();
+    job.scale_offset = kv.scale_offset();
     job.type = kv.shape().type;
     job.head_dim = dim;
     job.padded_dim = kv.padded_dim();
@@ -132,38 +133,44 @@ void Context::attend(In q, const KvPool& kv, int64_t layer, const AttendBatch& b
     attend_tiles(job);
 }
 
-// Many tiles: a thread takes whole tiles. Few (a long context in a small batch): it takes splits of tiles, and the
-// states are folded in order afterwards. The kernels fold a split the same way in both cases, to the bit.
+// A thread takes whole tiles, the longest prefixes of a segment first. A tile with more work than a quarter of a thread's share (a long
+// context in a small batch, or beside short ones) is divided into its splits, whose states are folded in order
+// afterwards. The kernels fold a split the same way in both cases, to the bit.
 void Context::attend_tiles(const AttendJob& job) {
-    const int64_t tiles = int64_t(tiles_.size()), state = job.padded_dim + kPanel, tile_state = kTileQueries * state;
-    int64_t most = 0;
+    const int64_t state = job.padded_dim + kPanel;
+    const auto queries_of = [](const AttendTile& tile) { return tile.last - tile.first; };
+    int64_t work = 0, floats = 0;
     for (const AttendTile& tile : tiles_) {
         const Splits splits = splits_of(job, tile);
-        most = std::max(most, splits.last - splits.first);
+        work += (splits.last - splits.first) * queries_of(tile);
     }
-    if (pool_.threads() == 1 || most <= 1 || tiles >= 4 * pool_.threads()) {
-        pool_.run(tiles, [&](int64_t i) {
-            const AttendTile& tile = tiles_[size_t(tiles - 1 - i)];  // the longest prefixes first
-            const Splits splits = splits_of(job, tile);
-            alignas(64) float memory[kTileQueries * (kMaxHeadDim + kPanel)];
-            kernels_.attend_splits(&job, &tile, splits.first, splits.last, memory);
-            kernels_.attend_finish(&job, &tile, memory);
-        });
-        return;
-    }
-    float* states = reinterpret_cast<float*>(scratch(tiles * most * tile_state * int64_t(sizeof(float))));
-    pool_.run(tiles * most, [&](int64_t item) {
-        const AttendTile& tile = tiles_[size_t(item / most)];
+    items_.clear();
+    divided_.clear();
+    for (size_t i = tiles_.size(); i-- > 0;) {
+        const AttendTile& tile = tiles_[i];
         const Splits splits = splits_of(job, tile);
-        const int64_t split = splits.first + item % most;
-        if (split < splits.last) kernels_.attend_splits(&job, &tile, split, split + 1, states + item * tile_state);
+        const int64_t count = splits.last - splits.first;
+        if (pool_.threads() == 1 || count == 1 || count * queries_of(tile) * 4 * pool_.threads() <= work) {
+            items_.push_back({i, splits.first, splits.last, -1});
+            continue;
+        }
+        divided_.push_back({i, splits.first, splits.last, floats});
+        for (int64_t s = splits.first; s < splits.last; ++s, floats += queries_of(tile) * state) items_.push_back({i, s, s + 1, floats});
+    }
+    float* states = floats > 0 ? reinterpret_cast<float*>(scratch(floats * int64_t(sizeof(float)))) : nullptr;
+    pool_.run(int64_t(items_.size()), [&](int64_t number) {
+        const AttendItem& item = items_[size_t(number)];
+        const AttendTile& tile = tiles_[item.tile];
+        if (item.state >= 0) return kernels_.attend_splits(&job, &tile, item.first_split, item.last_split, states + item.state);
+        alignas(64) float memory[kTileQueries * (kMaxHeadDim + kPanel)];
+        kernels_.attend_splits(&job, &tile, item.first_split, item.last_split, memory);
+        kernels_.attend_finish(&job, &tile, memory);
     });
-    for (int64_t i = 0; i < tiles; ++i) {
-        const AttendTile& tile = tiles_[size_t(i)];
-        const Splits splits = splits_of(job, tile);
-        float* first = states + i * most * tile_state;
-        for (int64_t s = 1; s < splits.last - splits.first; ++s)
-            kernels_.attend_merge(&job, tile.last - tile.first, first, first + s * tile_state);
+    for (const AttendItem& item : divided_) {
+        const AttendTile& tile = tiles_[item.tile];
+        float* first = states + item.state;
+        for (int64_t s = 1; s < item.last_split - item.first_split; ++s)
+            kernels_.attend_merge(&job, queries_of(tile), first, first + s * queries_of(tile) * state);
         kernels_.attend_finish(&job, &tile, first);
     }
 }

@@ -22,7 +22,8 @@ constexpr int64_t kTileQueries = 16;
 constexpr int64_t kMaxHeadDim = 256;
 
 enum class Layout : int32_t { F32, F16, BF16, Q4B32, Q8B32, Q8B16 };
-enum class KvType : int32_t { F32, BF16, F16 };
+// I8: integers with one scale per token, KV head, and K or V (kv_pool.h).
+enum class KvType : int32_t { F32, BF16, F16, I8 };
 
 // How finely activations are rounded (docs/numerics.md says which rows and weights get which).
 //   Wide   15-bit integers, |q| <= 127 * 128: what two planes of bytes hold, 128 * high + low, for the levels whose
@@ -61,6 +62,7 @@ struct AttendJob {
     int64_t block_bytes;    // of one block in one layer
     int64_t head_bytes;     // of one KV head in it: the K tile, then the V tile at value_offset
     int64_t value_offset;
+    int64_t scale_offset;   // I8: of the scales, those of 16 keys, then those of 16 values, bfloat16
     KvType type;
     int64_t head_dim;
     int64_t padded_dim;     // head_dim rounded up to a multiple of 16: row length of V tiles

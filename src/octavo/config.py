@@ -56,7 +56,7 @@ class EngineConfig:
     op_backends: str = _setting("", "override single ops, for example rms_norm=reference,attend=reference")
     threads: int = _setting(0, "threads of the native kernels; 0: what affinity and cgroup allow")
     kv_cache_memory: int | str = _setting("2GiB", "memory of the KV pool")
-    kv_dtype: Literal["auto", "f32", "f16", "bf16"] = _setting(
+    kv_dtype: Literal["auto", "f32", "f16", "bf16", "int8"] = _setting(
         "auto", "what the KV pool stores; auto: bf16 on native kernels, f32 on the reference"
     )
     quantize: Literal["none", "int4", "int8"] = _setting(
@@ -94,7 +94,7 @@ class EngineConfig:
             raise ConfigError(f"seed must be an integer in [-2**63, 2**64), got {shown(self.seed)}")
         for name, words in (
             ("backend", ("auto", "cpu", "reference", "torch")),
-            ("kv_dtype", ("auto", "f32", "f16", "bf16")),
+            ("kv_dtype", ("auto", "f32", "f16", "bf16", "int8")),
             ("policy", get_args(PolicyName)),
             ("quantize", ("none", "int4", "int8")),
         ):

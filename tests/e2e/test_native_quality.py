@@ -5,6 +5,7 @@ Prompt rows in one pass; generated rows fed one at a time, as decoding would. Th
 
 from __future__ import annotations
 
+import functools
 import pydoc_data.topics
 from pathlib import Path
 
@@ -65,12 +66,33 @@ def compare(truth, ours) -> dict[str, float]:
     }
 
 
+@pytest.fixture(scope="module")
+def figures(truth, smollm2_path):
+    """(kind of the rows, KV dtype) -> the figures of the native backend, each computed once."""
+
+    @functools.cache
+    def of(kind: str, kv_dtype: str) -> dict[str, float]:
+        executor = harness.load(smollm2_path, backend="cpu", kv_dtype=kv_dtype)
+        num_prompt = None if kind == "prompt" else 1
+        return compare(truth, [harness.all_logits(executor, window, num_prompt=num_prompt) for window, _ in truth])
+
+    return of
+
+
 @pytest.mark.parametrize("kind", ["prompt", "generated"])
-def test_native_is_close_to_float32(truth, smollm2_path, kind):
-    executor = harness.load(smollm2_path, backend="cpu")
-    num_prompt = None if kind == "prompt" else 1
-    figures = compare(truth, [harness.all_logits(executor, window, num_prompt=num_prompt) for window, _ in truth])
-    assert figures["tokens"] > 1000
-    assert abs(figures["perplexity"] / figures["perplexity_float32"] - 1) <= 0.01
-    assert figures["kl"] <= 0.01
-    assert figures["agreement"] >= 0.97
+def test_native_is_close_to_float32(figures, kind):
+    measured = figures(kind, "bf16")
+    assert measured["tokens"] > 1000
+    assert abs(measured["perplexity"] / measured["perplexity_float32"] - 1) <= 0.01
+    assert measured["kl"] <= 0.01
+    assert measured["agreement"] >= 0.97
+
+
+@pytest.mark.parametrize("kind", ["prompt", "generated"])
+def test_int8_kv_costs_little(figures, kind):
+    """Against bfloat16 KV, the default; and against float32, so that two wrongs cannot agree."""
+    measured, default = figures(kind, "int8"), figures(kind, "bf16")
+    assert measured["perplexity"] != default["perplexity"]  # int8 was in use
+    assert abs(measured["perplexity"] / default["perplexity"] - 1) <= 0.005
+    assert measured["kl"] <= 0.01
+    assert measured["agreement"] >= 0.97

@@ -26,6 +26,9 @@ def bf16_round(values: np.ndarray) -> np.ndarray:
 def round_kv(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bf16":
         return bf16_round(values)
+    if dtype == "int8":  # vectors along the last axis
+        scale = bf16_round(np.abs(values.astype(np.float64)).max(axis=-1, keepdims=True) / 127)
+        return np.round(values / np.where(scale == 0, 1, scale)).clip(-127, 127) * scale
     return values.astype({"f16": np.float16, "f32": np.float32}[dtype]).astype(np.float64)
 
 

@@ -392,6 +392,9 @@ CASES = [
     Case(window=17, dtype="bf16"), Case(window=3, block_size=5),
     Case(softcap=30.0), Case(softcap=0.5), Case(softcap=2.0, window=9, dtype="bf16"),
     Case(rope_dim=32), Case(rope_dim=2), Case(rope_dim=16, dtype="bf16"),
+    *(Case(dtype="int8", heads=heads, kv_heads=kv_heads) for heads, kv_heads in ((4, 4), (9, 3), (7, 1), (18, 2))),
+    *(Case(dtype="int8", dim=dim, rope_dim=dim, heads=4, kv_heads=2) for dim in (32, 40, 128, 256)),
+    Case(dtype="int8", window=17), Case(dtype="int8", softcap=2.0, window=9), Case(dtype="int8", block_size=5),
 ]  # fmt: skip
 #: Decoding streams, resumed and fresh prompts, a chunk that ends inside a block, one at a block's edge, an empty one.
 SEGMENTS = [Segment(1, 1), Segment(1, 33), Segment(1, 16), Segment(1, 17), Segment(0, 5), Segment(9, 9), Segment(5, 37), Segment(16, 48)]
@@ -464,7 +467,8 @@ def sequence_kv(pool: np.ndarray, batch: Any, segment: int, case: Case) -> tuple
 def check_written(backend: Backend, case: Case, batch: Any, qkv: np.ndarray, q: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
     """q and k rotated, k and v rounded into their slots of layer 1, and not one other number of the pool changed."""
     limit = TOLERANCE[backend.name]["rope"]
-    half_unit = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8}[case.dtype]
+    half_unit = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.0}[case.dtype]  # of a number
+    half_step = (1 + 2.0**-8) / 254 if case.dtype == "int8" else 0.0  # of the largest number of a vector
     heads = qkv.reshape(batch.num_rows, case.heads + 2 * case.kv_heads, case.dim)
     untouched = before.copy()
     for row in range(batch.num_rows):
@@ -478,7 +482,8 @@ def check_written(backend: Backend, case: Case, batch: Any, qkv: np.ndarray, q: 
             np.testing.assert_array_equal(stored_v, oracle.round_kv(v, case.dtype))
             np.testing.assert_array_equal(stored_k, oracle.round_kv(stored_k, case.dtype))  # a number of that dtype
             exact = oracle.rotate(k, int(batch.positions[row]), THETA, case.rope_dim)
-            assert (np.abs(stored_k - exact) <= half_unit * np.abs(exact) + limit * np.abs(k).max() + 1e-7 * half_unit).all()
+            allowed = half_unit * np.abs(exact) + half_step * np.abs(exact).max() + limit * np.abs(k).max() + 1e-7 * half_unit
+            assert (np.abs(stored_k - exact) <= allowed).all()
         untouched[block, 1, :, :, offset] = after[block, 1, :, :, offset]
     np.testing.assert_array_equal(untouched, after)
 
@@ -557,7 +562,7 @@ BLOCK_SHAPES = [(1, 1, 32, 16), (3, 2, 64, 16), (2, 3, 80, 5), (2, 1, 128, 1), (
 
 
 @every_backend
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize(("layers", "heads", "dim", "size"), BLOCK_SHAPES)
 def test_blocks_export_import_and_copy(backend, dtype, layers, heads, dim, size):
     rng = np.random.default_rng(layers * dim)
@@ -600,7 +605,7 @@ def test_blocks_move_between_backends(backend):
 @every_backend
 def test_block_bytes_cover_what_is_stored(backend):
     ops = backend.build()
-    for dtype, least in (("f32", 4), ("f16", 2), ("bf16", 2)):
+    for dtype, least in (("f32", 4), ("f16", 2), ("bf16", 2), ("int8", 1)):
         spec = KVSpec(3, 1, 16, 2, 64, dtype)
         numbers = 3 * 2 * 16 * 2 * 64
         assert least * numbers <= ops.kv_block_bytes(spec) <= 4 * numbers + 4096

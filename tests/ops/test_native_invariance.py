@@ -190,7 +190,7 @@ def test_attention(backends, isa, data):
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     kv_heads, group, dim = draw(st.sampled_from([(1, 1, 16), (3, 3, 16), (1, 9, 8), (2, 1, 10)]))
     window, softcap = draw(st.sampled_from([None, None, 1, 7, 40, 260])), draw(st.sampled_from([0.0, 0.0, 5.0]))
-    spec = KVSpec(1, 120, 16, kv_heads, dim, draw(st.sampled_from(["bf16", "f16", "f32"])))
+    spec = KVSpec(1, 120, 16, kv_heads, dim, draw(st.sampled_from(["bf16", "f16", "f32", "int8"])))
     heads = kv_heads * group
     sequences = [Sequence(rng, draw(st.integers(1, 90)), heads, kv_heads, dim) for _ in range(draw(st.integers(1, 3)))]
     if draw(st.booleans()):
@@ -234,7 +234,7 @@ def test_levels_with_fused_arithmetic_agree():
         x = random_rows(local, 5, 90)
         fresh(ops, 5)
         mine += [ops.rms_norm(x, x[0], 1e-5).copy(), ops.silu_mul(x).copy()]
-        for dtype in ("bf16", "f16", "f32"):
+        for dtype in ("bf16", "f16", "f32", "int8"):
             spec = KVSpec(1, 60, 16, 2, 20, dtype)
             sequences = [Sequence(local, 300, 6, 2, 20), Sequence(local, 33, 6, 2, 20)]
             mine += forward(ops, spec, 6, [[(0, 300), (1, 33)]], sequences, rng, None, 6.0)

@@ -82,7 +82,7 @@ def test_threads_and_seed():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("backend", ["auto", "cpu", "reference", "torch"]), ("kv_dtype", ["auto", "f32", "f16", "bf16"])]
+    ("name", "words"), [("backend", ["auto", "cpu", "reference", "torch"]), ("kv_dtype", ["auto", "f32", "f16", "bf16", "int8"])]
 )
 def test_words(name, words):
     for word in words:

@@ -6,6 +6,7 @@ struct VI { __m256i a, b; };
 constexpr int kLanes = 8;
 constexpr int kVectors = 16 / kLanes;
 constexpr int kRowTile = 4;
+constexpr int kAccumulators = 6;  // VF that attention keeps in registers beside its operands
 
 static inline VF vf_set1(float x) { const __m256 v = _mm256_set1_ps(x); return {v, v}; }
 static inline VF vf_load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -47,16 +48,20 @@ static inline VF vf_load_bf16(const uint16_t* p) {
     const VI wide = {_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)))};
     return vf_bits(vi_shl<16>(wide));
 }
+static inline VF vf_load_i8(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
 static inline VF halves_of(__m256i lo, __m256i hi) {
     // packus works within 128-bit halves; the permutation puts the 16 lanes back in order.
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(packed)), _mm256_cvtph_ps(_mm256_extracti128_si256(packed, 1))};
 }
-static inline void vf_load_pairs_f16(const uint8_t* p, VF* even, VF* odd) {
+template <bool Second> static inline VF vf_load_pairs_f16(const uint8_t* p) {
     const VI x = vi_load(p);
     const __m256i low = _mm256_set1_epi32(0xffff);
-    *even = halves_of(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
-    *odd = halves_of(_mm256_srli_epi32(x.a, 16), _mm256_srli_epi32(x.b, 16));
+    if constexpr (Second) return halves_of(_mm256_srli_epi32(x.a, 16), _mm256_srli_epi32(x.b, 16));
+    return halves_of(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
 }
 
 using CF = __m256;

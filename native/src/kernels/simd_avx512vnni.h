@@ -6,6 +6,7 @@ using VI = __m512i;
 constexpr int kLanes = 16;
 constexpr int kVectors = 16 / kLanes;
 constexpr int kRowTile = 8;
+constexpr int kAccumulators = 12;  // VF that attention keeps in registers beside its operands
 
 static inline VF vf_set1(float x) { return _mm512_set1_ps(x); }
 static inline VF vf_load(const float* p) { return _mm512_loadu_ps(p); }
@@ -37,10 +38,10 @@ static inline VF vf_load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_
 static inline VF vf_load_bf16(const uint16_t* p) {
     return vf_bits(vi_shl<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))));
 }
-static inline void vf_load_pairs_f16(const uint8_t* p, VF* even, VF* odd) {
+static inline VF vf_load_i8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+template <bool Second> static inline VF vf_load_pairs_f16(const uint8_t* p) {
     const VI x = vi_load(p);
-    *even = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x));  // truncates: the low halves
-    *odd = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(Second ? _mm512_srli_epi32(x, 16) : x));  // truncates: the low halves
 }
 
 using CF = VF;

@@ -8,6 +8,7 @@ struct VI { int32_t v[16]; };
 constexpr int kLanes = 16;
 constexpr int kVectors = 16 / kLanes;  // registers of columns in a panel
 constexpr int kRowTile = 4;
+constexpr int kAccumulators = 2;  // VF that attention keeps in registers beside its operands
 
 #define OCTAVO_EACH for (int i = 0; i < 16; ++i)
 
@@ -58,10 +59,13 @@ template <int S> static inline VI vi_shl(VI a) { OCTAVO_EACH a.v[i] = (int32_t)(
 
 static inline VF vf_load_f16(const uint16_t* p) { VF r; OCTAVO_EACH r.v[i] = half_to_float(p[i]); return r; }
 static inline VF vf_load_bf16(const uint16_t* p) { VF r; OCTAVO_EACH r.v[i] = bits_to_float((uint32_t)p[i] << 16); return r; }
-// 16 pairs of halves -> their first and their second members.
-static inline void vf_load_pairs_f16(const uint8_t* p, VF* even, VF* odd) {
-    VI x = vi_load(p);
-    OCTAVO_EACH { even->v[i] = half_to_float((uint32_t)x.v[i] & 0xffffu); odd->v[i] = half_to_float((uint32_t)x.v[i] >> 16); }
+static inline VF vf_load_i8(const int8_t* p) { VF r; OCTAVO_EACH r.v[i] = (float)p[i]; return r; }
+// 16 pairs of halves -> their first or their second members.
+template <bool Second> static inline VF vf_load_pairs_f16(const uint8_t* p) {
+    VF r;
+    const VI x = vi_load(p);
+    OCTAVO_EACH r.v[i] = half_to_float(Second ? (uint32_t)x.v[i] >> 16 : (uint32_t)x.v[i] & 0xffffu);
+    return r;
 }
 
 using CF = VF;

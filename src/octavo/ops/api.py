@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Array = Any
 
 Layout = Literal["f32", "f16", "bf16", "q4_b32", "q8_b32", "q8_b16", "q4_g128", "q8_g128"]
-KVDtype = Literal["f32", "bf16", "f16"]
+KVDtype = Literal["f32", "bf16", "f16", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,8 @@ class Ops(Protocol):
 
     def rope_kv_write(self, qkv: Array, rope: Any, layer: int, batch: ForwardBatch, group: int, num_heads: int) -> Array:
         """Rotates q and k of the fused rows qkv [T, (H + 2 KH) D] at batch.positions, writes k and v of every row to
-        its slot of the group's pool (rounded to the pool's dtype), returns the rotated q: float32 [T, H, D]."""
+        its slot of the group's pool (rounded to the pool's dtype; int8: one scale per token, KV head, and K or V, see
+        ops/layout.py: quantize_int8), returns the rotated q: float32 [T, H, D]."""
         ...
 
     def attend(

@@ -1,4 +1,4 @@
-"""Reading PackedTensors and half-precision bits: what the reference and the torch backend share.
+"""Reading PackedTensors, half-precision bits and int8 vectors: what the reference and the torch backend share.
 
 Stateless. The native backend has its own packing (ops/cpu); file formats are transcoded into these layouts by
 quantization/. Not here: layouts of a backend's own, anything about KV.
@@ -126,8 +126,27 @@ def f32_to_bf16(values: Float32Array) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
 
 
+def quantize_int8(values: Float32Array) -> tuple[npt.NDArray[np.int8], Float32Array]:
+    """q int8 [..., D] and scale float32 [...] of vectors [..., D]: x ~ scale * q, symmetric, |q| <= 127.
+
+    The scale is max|x| / 127 rounded to a bfloat16, so that scale * q is exact and reading back and writing again changes
+    nothing; 0 where it would be below the normal numbers; NaN where the vector holds an infinity or a NaN, or scale * 127
+    would be infinite: the damage must show. q is x / scale rounded to nearest, ties to even.
+    """
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        largest = np.abs(values).max(axis=-1).astype(np.float32)
+        exact = largest / np.float32(127)
+        scale = np.where(exact < np.finfo(np.float32).tiny, np.float32(0), bf16_to_f32(f32_to_bf16(exact)))
+        scale[~np.isfinite(scale * np.float32(127))] = np.nan
+        q = np.rint(values / scale[..., None])
+    return np.where(scale[..., None] > 0, np.clip(q, -127, 127), 0).astype(np.int8), scale
+
+
 def round_to(values: Float32Array, dtype: str) -> Float32Array:
-    """`values` as float32 after a round trip through dtype ("f32", "f16", "bf16")."""
+    """`values` as float32 after a round trip through dtype ("f32", "f16", "bf16", or "int8": vectors along the last axis)."""
+    if dtype == "int8":
+        q, scale = quantize_int8(values)
+        return q.astype(np.float32) * scale[..., None]
     if dtype == "bf16":
         return bf16_to_f32(f32_to_bf16(values))
     if dtype == "f16":

@@ -55,7 +55,7 @@ def common_reasons(op: str, needs: OpNeeds) -> list[str]:
             reasons.append(f"{needs.num_heads} query heads cannot share {needs.num_kv_heads} KV heads evenly")
         if needs.rope_dim % 2 or not 0 < needs.rope_dim <= needs.head_dim:
             reasons.append(f"rotary dimension {needs.rope_dim} must be even and at most the head size {needs.head_dim}")
-        if needs.kv_dtype not in ("f32", "f16", "bf16"):
+        if needs.kv_dtype not in ("f32", "f16", "bf16", "int8"):
             reasons.append(f"unknown KV dtype {needs.kv_dtype!r}")
         if needs.block_size < 1:
             reasons.append(f"block size must be positive, got {needs.block_size}")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.ops.api import ForwardBatch, KVSpec
 
-KV_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+KV_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 #: Scores held at once: long prompts are attended in runs of rows.
 _MAX_SCORES = 1 << 24
 
@@ -34,33 +35,63 @@ class TorchBatch(ForwardBatch):
 
 @dataclass(frozen=True, slots=True)
 class TorchKV:
-    """K and V of one group in spec.dtype, [layers, 2, blocks, KH, block_size, D] (0 is K, 1 is V)."""
+    """K and V of one group in spec.dtype, [layers, 2, blocks, KH, block_size, D] (0 is K, 1 is V); int8 with a scale for each
+    vector, bfloat16 [layers, 2, blocks, KH, block_size]."""
 
     spec: KVSpec
     pool: Tensor
+    scales: Tensor | None
 
     @staticmethod
     def block_bytes(spec: KVSpec) -> int:
-        return spec.num_layers * 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * KV_DTYPES[spec.dtype].itemsize
+        vector = spec.head_dim * KV_DTYPES[spec.dtype].itemsize + (2 if spec.dtype == "int8" else 0)
+        return spec.num_layers * 2 * spec.num_kv_heads * spec.block_size * vector
 
     @classmethod
     def allocate(cls, spec: KVSpec, device: torch.device) -> TorchKV:
         shape = (spec.num_layers, 2, spec.num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        return cls(spec, torch.zeros(shape, dtype=KV_DTYPES[spec.dtype], device=device))
+        scales = torch.zeros(shape[:-1], dtype=torch.bfloat16, device=device) if spec.dtype == "int8" else None
+        return cls(spec, torch.zeros(shape, dtype=KV_DTYPES[spec.dtype], device=device), scales)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         block, offset = slots // self.spec.block_size, slots % self.spec.block_size
-        self.pool[layer, 0, block, :, offset] = k.to(self.pool.dtype)
-        self.pool[layer, 1, block, :, offset] = v.to(self.pool.dtype)
+        for which, values in enumerate((k, v)):
+            self._store((layer, which, block, slice(None), offset), values)
+
+    def _store(self, where: tuple[Any, ...], values: Tensor) -> None:
+        """values float32 [..., D] to pool[where]."""
+        if self.scales is not None:
+            values, self.scales[where] = quantize_int8(values)
+        self.pool[where] = values.to(self.pool.dtype)
+
+    def _load(self, where: tuple[Any, ...]) -> Tensor:
+        values = self.pool[where].float()
+        return values if self.scales is None else values * self.scales[where].float().unsqueeze(-1)
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
         """K and V float32 [S, KH, blocks * block_size, D] of tables [S, blocks]."""
-        both = self.pool[layer][:, tables.long()].permute(0, 1, 3, 2, 4, 5)  # [2, S, KH, blocks, block_size, D]
-        both = both.reshape(2, tables.shape[0], self.spec.num_kv_heads, -1, self.spec.head_dim).float()
+        both = self._load((layer, slice(None), tables.long())).permute(0, 1, 3, 2, 4, 5)  # [2, S, KH, blocks, block_size, D]
+        both = both.reshape(2, tables.shape[0], self.spec.num_kv_heads, -1, self.spec.head_dim)
         return both[0], both[1]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.pool[:, :, list(targets)] = self.pool[:, :, list(sources)]
+        for memory in (self.pool,) if self.scales is None else (self.pool, self.scales):
+            memory[:, :, list(targets)] = memory[:, :, list(sources)]
+
+    def export_block(self, block: int) -> Tensor:
+        return self._load((slice(None), slice(None), block))
+
+    def import_block(self, block: int, values: Tensor) -> None:
+        self._store((slice(None), slice(None), block), values)
+
+
+def quantize_int8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """As ops/layout.py: quantize_int8; the scale bfloat16."""
+    exact = values.abs().amax(dim=-1) / 127
+    scale = torch.where(exact < torch.finfo(torch.float32).tiny, 0.0, exact.bfloat16().float())
+    scale = scale.masked_fill(~torch.isfinite(scale * 127), torch.nan)
+    q = (values / scale.unsqueeze(-1)).round().clamp(-127, 127)
+    return torch.where(scale.unsqueeze(-1) > 0, q, 0.0).to(torch.int8), scale.bfloat16()
 
 
 def batch_to_device(batch: ForwardBatch, device: torch.device) -> TorchBatch:

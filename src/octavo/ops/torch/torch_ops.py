@@ -157,10 +157,10 @@ class TorchOps:
         kv.copy(sources, targets)
 
     def export_block(self, kv: TorchKV, block: int) -> npt.NDArray[np.float32]:
-        return kv.pool[:, :, block].float().cpu().numpy().copy()
+        return kv.export_block(block).cpu().numpy().copy()
 
     def import_block(self, kv: TorchKV, block: int, values: npt.NDArray[np.float32]) -> None:
-        kv.pool[:, :, block] = torch.as_tensor(values).to(self.device, kv.pool.dtype)
+        kv.import_block(block, torch.as_tensor(values).to(self.device))
 
     def _take(self, rows: int, cols: int) -> Tensor:
         taken: Tensor = self.arena.take(rows, cols, torch.float32)
