@@ -79,7 +79,8 @@ def test_counters_prove_that_it_happened(clean):
     assert row(clean, "prefix hit").counters["prompt tokens found"] >= 16
     assert row(clean, "prefix hit").counters["blocks copied"] == 1  # the prompt of whole blocks
     assert row(clean, "preemption").counters["preemptions"] >= 4
-    assert row(clean, "fork n=4").counters == {"forks": 8, "blocks shared": pytest.approx(20, abs=20), "blocks copied": 8}
+    forked = row(clean, "fork n=4").counters
+    assert forked["forks"] == forked["blocks copied"] == 8 and forked["blocks shared"] > 8
     assert row(clean, "streamed").counters["withheld and released"] > 0
     assert row(clean, "reference").largest_difference > 0 and not row(clean, "reference").bitwise
 
@@ -264,11 +265,11 @@ def test_command(tiny, tmp_path, capsys):
     out = capsys.readouterr().out
     certificate = json.loads(file.read_text())
     assert "All holds" in out and certificate["digest"] in out and certificate["model"]["files"][0]["sha256"] in out
-    assert [p["tokens"] for p in certificate["prompts"]] == [38, 7] and certificate["holds"] is True
-    assert main(["verify", tiny, "--prompt", "abc", "--max-tokens", "4", "--plant", "block-table"]) == 1
+    assert [p["tokens"] for p in certificate["prompts"]] == [38, 6] and certificate["holds"] is True
+    assert main(["verify", tiny, "--prompt", "an answer in two blocks", "--max-tokens", "4", "--plant", "block-table"]) == 1
     out = capsys.readouterr().out
     assert "DOES NOT HOLD: kv cache" in out and "'block-table' was planted" in out
-    assert "first difference: kv cache, prompt 1 ('abc')" in out and "layers.0.attn" in out
+    assert "first difference: kv cache, prompt 1 ('an answer in two blocks')" in out and "layers.0.attn" in out
     assert main(["verify", tiny, "--prompt", "abc", "--max-tokens", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["holds"] is True
 

@@ -42,7 +42,7 @@ def command(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="a prompt instead of ours (may be repeated)", metavar="TEXT")] = None,
     prompts: Annotated[str | None, typer.Option("--prompts", help="prompts, one a line", metavar="FILE")] = None,
     max_tokens: Annotated[
-        str | None, typer.Option("--max-tokens", help="tokens generated after each prompt [20; quick: 12]", metavar="INTEGER")
+        str | None, typer.Option("--max-tokens", help="tokens generated after each prompt [16; quick: 12]", metavar="INTEGER")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer and shorter prompts")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the certificate as one JSON object")] = False,

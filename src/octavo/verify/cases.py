@@ -16,7 +16,7 @@ from octavo.sampling_params import SamplingParams
 
 MAX_PROMPTS = 256
 #: Our own prompts are cut to this many tokens: more than the largest chunk of the matrix.
-MOST_TOKENS, MOST_TOKENS_QUICK = 96, 72
+MOST_TOKENS, MOST_TOKENS_QUICK = 80, 72
 PROMPTS = (
     "A ship left the harbour early in the morning with salt, wool and letters on board. Its captain had sailed this coast for thirty "
     "years and knew every rock of it, but on that day the fog was so thick that nobody on deck could see the bow. They rang the bell "

@@ -33,7 +33,7 @@ from octavo.wiring import EngineParts, LoadProgress, find_model, make_config
 
 #: Called with (what is being done, parts done, parts in all).
 Progress = Callable[[str, int, int], None]
-MAX_TOKENS, MAX_TOKENS_QUICK = 20, 12
+MAX_TOKENS, MAX_TOKENS_QUICK = 16, 12
 #: Backends that promise bits; the others promise closeness.
 BITWISE = frozenset({"cpu"})
 #: Share of a row's largest logit: NumPy and torch in float32 take their sums in another order for another shape.
