@@ -42,6 +42,7 @@ bench: environment-test ## measure start, speed and quality; results go to resul
 	@$(BIN)/python -m benchmarks.cold_start
 	@$(BIN)/python -m benchmarks.speed
 	@$(BIN)/python -m benchmarks.linear
+	@$(BIN)/python -m benchmarks.attention
 	@$(BIN)/python -m benchmarks.quality
 	@$(BIN)/python -m benchmarks.activation_bits
 	@$(BIN)/python tools/figures.py --write
