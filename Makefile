@@ -44,6 +44,7 @@ bench: environment-test ## measure start, speed and quality; results go to resul
 	@$(BIN)/python -m benchmarks.linear
 	@$(BIN)/python -m benchmarks.python_share
 	@$(BIN)/python -m benchmarks.sampling
+	@$(BIN)/python -m benchmarks.attention
 	@$(BIN)/python -m benchmarks.quality
 	@$(BIN)/python -m benchmarks.activation_bits
 	@$(BIN)/python tools/figures.py --write

@@ -1,5 +1,5 @@
 // Test builds only (OCTAVO_SIMDE): AVX-512 by SIMDe (libsimde-dev), so that the source of the AVX-512 level can be run,
-// and compared bit for bit with the AVX2 level, on a machine without AVX-512. The five intrinsics that SIMDe 0.7.4
+// and compared bit for bit with the AVX2 level, on a machine without AVX-512. The six intrinsics that SIMDe 0.7.4
 // lacks are made of their AVX2 and F16C halves.
 #pragma once
 #include <immintrin.h>
@@ -42,6 +42,10 @@ inline simde__m512i emulated_cvtepu16_epi32(__m256i x) {
     return joined(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1)));
 }
 
+inline simde__m512i emulated_cvtepi8_epi32(__m128i x) {
+    return joined(_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)));
+}
+
 inline __m256i emulated_cvtepi32_epi16(simde__m512i x) {
     int32_t in[16];
     int16_t out[16];
@@ -62,5 +66,6 @@ inline simde__m512i emulated_srai_epi32(simde__m512i x, int count) {
 #define _mm512_cvtph_ps emulated_cvtph_ps
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
+#define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #define _mm512_srai_epi32 emulated_srai_epi32

@@ -96,8 +96,8 @@ def load(smollm2_path):
 def alone(load):
     """What each request says by itself, one after the other, nothing cached."""
 
-    def run(work: Work) -> list:
-        engine = load(num_kv_blocks=200, enable_prefix_caching=False)
+    def run(work: Work, **settings) -> list:
+        engine = load(num_kv_blocks=200, enable_prefix_caching=False, **settings)
         return [exact(engine.run([one])[0]) for one in work]
 
     return run
@@ -176,6 +176,27 @@ def test_prefix_hits_and_preemption(load, alone):
     assert all_exact(outputs) == alone(work)
     assert engine.core.stats.prefix_hit_tokens > 0
     assert min(output.outputs[0].metrics.num_preemptions for output in outputs) >= 1
+
+
+@pytest.mark.parametrize("pool", [400, SMALL_POOL])
+def test_int8_kv(load, alone, pool):  # E20
+    """Shared prefixes, forks and preemption over quantised blocks: copied, found and recomputed to the same bits."""
+    work = mixed_requests(6, shared_prefix=40) + mixed_requests(3, shared_prefix=20, n=2)
+    engine = load(num_kv_blocks=pool, kv_dtype="int8")
+    outputs = engine.run(work, preempt_all=pool == SMALL_POOL)
+    expected = alone(work, kv_dtype="int8")
+    assert all_exact(outputs) == expected
+    assert expected != alone(work[:1]) + expected[1:]  # not the bits of bfloat16
+    assert engine.core.stats.prefix_hit_tokens > 0 and engine.core.stats.forks > 0
+    assert (engine.core.stats.preemptions > 0) == (pool == SMALL_POOL)
+
+
+def test_blocks_follow_the_kv_dtype(load):  # E20
+    """As many blocks as their real bytes allow: 30 layers, 3 KV heads, 16 tokens, K and V of 64 numbers."""
+    bytes_of_vector = {"f32": 256, "bf16": 128, "f16": 128, "int8": 64 + 2}
+    for kv_dtype, size in bytes_of_vector.items():
+        group = load(kv_cache_memory="64MiB", kv_dtype=kv_dtype).core.executor.info.kv_groups[0]
+        assert group.num_blocks == (64 << 20) // (30 * 3 * 16 * 2 * size)
 
 
 @pytest.mark.parametrize("pool", [400, SMALL_POOL])

@@ -81,8 +81,8 @@ def test_attend(isa, dtype, dim, heads, kv_heads):
 #: Head size -> query heads for each KV head: every size models have, every ratio from 1 to 9 and one that fills two tiles.
 SHAPES = {32: 1, 48: 2, 64: 3, 80: 4, 96: 5, 112: 6, 128: 7, 160: 8, 192: 9, 256: 17}
 #: Sequence lengths around blocks, runs of four blocks and splits, each with one row or a few; a segment without rows.
-EDGES = [Segment(1, n) for n in (1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000)]
-EDGES += [Segment(4, 258), Segment(0, 9), Segment(7, 34)]
+EDGE_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000)
+EDGES = [*(Segment(1, n) for n in EDGE_LENGTHS), Segment(4, 258), Segment(0, 9), Segment(7, 34)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
