@@ -181,8 +181,9 @@ def test_prefix_hits_and_preemption(load, alone):
 @pytest.mark.parametrize("pool", [400, SMALL_POOL])
 def test_int8_kv(load, alone, pool):  # E20
     """Shared prefixes, forks and preemption over quantised blocks: copied, found and recomputed to the same bits."""
-    work = mixed_requests(6, shared_prefix=40) + mixed_requests(3, shared_prefix=20, n=2)
+    work = mixed_requests(4, shared_prefix=40) + mixed_requests(2, shared_prefix=20, n=2)
     engine = load(num_kv_blocks=pool, kv_dtype="int8")
+    engine.run(work[:1])  # its blocks are there to be found
     outputs = engine.run(work, preempt_all=pool == SMALL_POOL)
     expected = alone(work, kv_dtype="int8")
     assert all_exact(outputs) == expected
