@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from octavo.errors import ConfigError, InvalidRequestError
 from octavo.verify.baseline import Baseline, check_memory
 from octavo.verify.comparison import Comparison
 from octavo.verify.faults import FAULTS
+from octavo.verify.reference import _Divergence
 from octavo.verify.report import Report, RowReport
 from octavo.verify.rows import KVCache
 from octavo.verify.streams import Streamed
@@ -173,6 +175,20 @@ def test_backends_without_equal_bits_hold_within_the_tolerance(tiny, backend):
 def test_a_backend_without_equal_bits_is_still_caught(tiny):
     report = verify.run(tiny, backend="reference", quick=True, max_tokens=6, plant="block-table")
     assert row(report, "kv cache").status == "differs" and row(report, "kv cache").first.layer in LAYERS
+
+
+@pytest.mark.parametrize(
+    ("count", "differing", "mean", "holds"),
+    [(6, 3, 0.001, True), (6, 4, 0.001, False), (200, 6, 0.001, True), (200, 7, 0.001, False), (200, 0, 0.02, False),
+     (200, 0, float("nan"), False)],
+)  # fmt: skip
+def test_limits_of_the_reference(baseline, count, differing, mean, holds):
+    comparison = Comparison(baseline)
+    divergence = _Divergence(SimpleNamespace(cases=[None]), comparison)
+    divergence.divergences = [(mean, 0, position) for position in range(count)]
+    divergence.agreed = count - differing
+    divergence.judge()
+    assert (comparison.first is None) == holds
 
 
 # -- the comparison alone ------------------------------------------------------------------------------------------
