@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from octavo.errors import ConfigError, InvalidRequestError
 from octavo.verify.baseline import Baseline, check_memory
 from octavo.verify.comparison import Comparison
 from octavo.verify.faults import FAULTS
+from octavo.verify.reference import _Divergence
 from octavo.verify.report import Report, RowReport
 from octavo.verify.rows import KVCache
 from octavo.verify.streams import Streamed
@@ -56,7 +58,7 @@ def test_everything_holds(clean):
     assert clean.holds and clean.first is None
     names = [one.name for one in clean.rows]
     for name in ("kv cache", "chunks of 1", "chunks of 7", "chunks of 64", "chunks of all", "batched", "shuffled", "prefix hit",
-                 "preemption", "fork n=4", "together", "streamed", "reference"):  # fmt: skip
+                 "preemption", "fork n=4", "together", "replayed", "streamed", "reference"):  # fmt: skip
         assert name in names and row(clean, name).status == "holds", name
     assert any(name.startswith("threads ") for name in names)
     for one in clean.rows:
@@ -81,6 +83,7 @@ def test_counters_prove_that_it_happened(clean):
     assert row(clean, "preemption").counters["preemptions"] >= 4
     forked = row(clean, "fork n=4").counters
     assert forked["forks"] == forked["blocks copied"] == 8 and forked["blocks shared"] > 8
+    assert row(clean, "replayed").counters["steps replayed"] > 0
     assert row(clean, "streamed").counters["withheld and released"] > 0
     assert row(clean, "reference").largest_difference > 0 and not row(clean, "reference").bitwise
 
@@ -88,11 +91,9 @@ def test_counters_prove_that_it_happened(clean):
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 def test_a_planted_fault_is_caught(planted, clean, fault):
     report = planted(fault.name)
-    names = {one.name for one in report.rows}
-    home = fault.row if fault.row in names else "shuffled"  # `replayed` is there only where the engine has the setting
-    caught = row(report, home)
+    caught = row(report, fault.row)
     if caught.status == "does not apply":
-        pytest.skip(f"{home}: {caught.why}")  # one core
+        pytest.skip(f"{fault.row}: {caught.why}")  # one core
     assert not report.holds and caught.status == "differs", caught
     first = caught.first
     prompt = report.prompts[first.prompt]
@@ -174,6 +175,20 @@ def test_backends_without_equal_bits_hold_within_the_tolerance(tiny, backend):
 def test_a_backend_without_equal_bits_is_still_caught(tiny):
     report = verify.run(tiny, backend="reference", quick=True, max_tokens=6, plant="block-table")
     assert row(report, "kv cache").status == "differs" and row(report, "kv cache").first.layer in LAYERS
+
+
+@pytest.mark.parametrize(
+    ("count", "differing", "mean", "holds"),
+    [(6, 3, 0.001, True), (6, 4, 0.001, False), (200, 6, 0.001, True), (200, 7, 0.001, False), (200, 0, 0.02, False),
+     (200, 0, float("nan"), False)],
+)  # fmt: skip
+def test_limits_of_the_reference(baseline, count, differing, mean, holds):
+    comparison = Comparison(baseline)
+    divergence = _Divergence(SimpleNamespace(cases=[None]), comparison)
+    divergence.divergences = [(mean, 0, position) for position in range(count)]
+    divergence.agreed = count - differing
+    divergence.judge()
+    assert (comparison.first is None) == holds
 
 
 # -- the comparison alone ------------------------------------------------------------------------------------------

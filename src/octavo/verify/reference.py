@@ -19,6 +19,8 @@ from octavo.verify.session import Session
 #: What docs/numerics.md states for logits: mean Kullback-Leibler divergence per token, share of equal most probable tokens.
 MAX_MEAN_KL = 0.01
 MIN_TOP_1 = 0.97
+#: The share is one of a long text: one position of six that differs says nothing, so fewer count as this many.
+LEAST_POSITIONS = 100
 #: Tokens nearer to each other than this, in the reference's own natural-log probabilities, count as equal.
 NEAR_TIE = 0.05
 
@@ -98,7 +100,8 @@ class _Divergence:
             return {"positions": 0}
         mean = sum(d for d, _, _ in self.divergences) / count
         top_1 = self.agreed / count
-        if not (mean <= MAX_MEAN_KL and top_1 >= MIN_TOP_1):  # NaN is no agreement either
+        too_many = count - self.agreed > (1 - MIN_TOP_1) * max(count, LEAST_POSITIONS)
+        if not mean <= MAX_MEAN_KL or too_many:  # NaN is no agreement either
             worst, case, position = max(self.divergences)
             words = f"mean KL {mean:.3g} (at most {MAX_MEAN_KL}), equal top-1 {top_1:.1%} (at least {MIN_TOP_1:.0%}); here KL {worst:.3g}"
             self.inner.differences.append(Difference(case, 0, position, "logits", words, f"{case}.0"))

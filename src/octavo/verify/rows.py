@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 from octavo.engine.engine_core import EngineCore
 from octavo.outputs import CompletionDelta
 from octavo.sampling_params import SamplingParams
-from octavo.verify.session import EngineRun, Session, Work, has_setting
+from octavo.verify.session import EngineRun, Session, Work
 
 Counters = dict[str, int | float]
 #: Requests in a batch at least: fewer prompts run several times over.
@@ -273,6 +273,8 @@ class Replayed(_Always):
     required = ("steps replayed",)
 
     def not_applicable(self, session: Session) -> str | None:
+        if not session.config.replay:
+            return "the setting replay is off"
         return None if session.backend == "cpu" else f"the {session.backend} backend runs every step eagerly"
 
     def run(self, session: Session, watch: Any) -> Counters:
@@ -280,8 +282,7 @@ class Replayed(_Always):
         with EngineRun(session, watch, max_prefill_batch_size=1) as engine:
             engine.run(shuffled(session))
             stats = engine.core.stats
-            replayed = sum(getattr(stats, name) for name in stats.__slots__ if "replay" in name and isinstance(getattr(stats, name), int))
-            return {"steps replayed": replayed, "steps": stats.steps}
+            return {"steps replayed": stats.steps_replayed, "steps": stats.steps}
 
 
 def matrix(session: Session) -> list[Row]:
@@ -292,9 +293,7 @@ def matrix(session: Session) -> list[Row]:
     rows: list[Row] = [KVCache(), *(Chunks(size) for size in (1, 7, 64, None)), Batched(), Shuffled()]
     rows += [PrefixHit(), Preemption(), Fork(), Together()]
     rows += [Threads(count) for count in thread_counts(session)]
-    if has_setting("replay"):
-        rows.append(Replayed())
-    return [*rows, Streamed(), Reference()]
+    return [*rows, Replayed(), Streamed(), Reference()]
 
 
 def thread_counts(session: Session) -> list[int]:

@@ -28,7 +28,7 @@ from octavo.verify.layers import TapWatch, first_layer, tap_names
 from octavo.verify.recorder import Target
 from octavo.verify.report import FirstDifference, Report, RowReport
 from octavo.verify.rows import FORK_CHOICES, Row, fork_cases, matrix
-from octavo.verify.session import Session, has_setting
+from octavo.verify.session import Session
 from octavo.wiring import EngineParts, LoadProgress, find_model, make_config
 
 #: Called with (what is being done, parts done, parts in all).
@@ -90,7 +90,7 @@ def _verify(session: Session, progress: Progress, started: float) -> Report:
 
     progress("full recompute", 0, total)
     begun = perf_counter()
-    with session.other(replay=False) if has_setting("replay") else nullcontext(session.parts) as parts:
+    with session.other(replay=False) if session.config.replay else nullcontext(session.parts) as parts:
         session.compute_baseline(parts, choices, baseline_done)
     baseline_seconds = perf_counter() - begun
     digest, positions = hashlib.sha256(), 0
@@ -220,7 +220,7 @@ def _layer(session: Session, row: Row, found: Difference, *, bitwise: bool) -> s
     expected = tapped_row(executor, request, found.choice, tokens, found.position, frozenset(names))
     layer = first_layer(expected, watch.values, names, bitwise=bitwise)
     # taps force the eager path
-    return layer or "output (the last norm or the head)" + (", or only where steps are replayed" if has_setting("replay") else "")
+    return layer or "output (the last norm or the head), or only where steps are replayed"
 
 
 # -- facts ---------------------------------------------------------------------------------------------------------

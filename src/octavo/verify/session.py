@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from octavo.config import EngineConfig
@@ -86,11 +86,6 @@ class Session:
         skip = tokenizer.special_ids
         data = b"".join(tokenizer.token_bytes(t) for t in token_ids if t not in skip and t < tokenizer.vocab_size)
         return codecs.getincrementaldecoder("utf-8")("replace").decode(data, False)
-
-
-def has_setting(name: str) -> bool:
-    """Whether this engine has a setting of that name."""
-    return any(setting.name == name for setting in fields(EngineConfig))
 
 
 class EngineRun:
