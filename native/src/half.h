@@ -8,9 +8,8 @@ namespace octavo {
 inline float bf16_to_float(uint16_t h) { return std::bit_cast<float>(uint32_t(h) << 16); }
 
 inline uint16_t float_to_bf16(float x) {
-    const uint32_t u = std::bit_cast<uint32_t>(x);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return uint16_t(u >> 16 | 0x40);  // NaN stays one, made quiet
-    return uint16_t((u + 0x7fffu + (u >> 16 & 1)) >> 16);
+    const uint32_t u = std::bit_cast<uint32_t>(x), rounded = u + 0x7fffu + (u >> 16 & 1);
+    return uint16_t((int32_t(u & 0x7fffffffu) > 0x7f800000 ? u | 0x400000u : rounded) >> 16);  // NaN stays one, made quiet
 }
 
 inline float f16_to_float(uint16_t h) {

@@ -19,14 +19,14 @@ int64_t bytes_of_head(const KvShape& s) { return 2 * bytes_of_tile(s) + (s.type 
 template <KvType K> struct Item;
 template <> struct Item<KvType::F32> {
     using type = float;
-    static constexpr bool scaled = false;
+    static constexpr bool scaled = false, paired = false;
     static float pack(float x, float) { return x; }
     static float unpack(float x, float) { return x; }
     static int64_t index(int64_t row, int64_t column, int64_t width) { return row * width + column; }
 };
 template <> struct Item<KvType::BF16> {
     using type = uint16_t;
-    static constexpr bool scaled = false;
+    static constexpr bool scaled = false, paired = true;
     static uint16_t pack(float x, float) { return float_to_bf16(x); }
     static float unpack(uint16_t x, float) { return bf16_to_float(x); }
     static int64_t index(int64_t row, int64_t column, int64_t width) { return (row / 2 * width + column) * 2 + row % 2; }
@@ -69,7 +69,16 @@ template <typename I> struct Tile {
             scale = int8_scale(x, dim);
             scales[token] = float_to_bf16(scale);
         }
-        for (int64_t d = 0; d < dim; ++d) items[index(token, d)] = I::pack(x[d], scale);
+        // Packed first, in a loop the compiler can vectorise, then put where it goes: pairs of a K tile in one piece.
+        typename I::type packed[kMaxHeadDim];
+        for (int64_t d = 0; d < dim; ++d) packed[d] = I::pack(x[d], scale);
+        typename I::type* to = items + index(token, 0);
+        if (width == 0 && I::paired) {
+            for (int64_t d = 0; d < dim; d += 2) std::memcpy(to + d * kTokens, packed + d, 2 * sizeof(packed[0]));
+        } else {
+            const int64_t stride = width == 0 ? kTokens : I::paired ? 2 : 1;
+            for (int64_t d = 0; d < dim; ++d) to[d * stride] = packed[d];
+        }
     }
 
     void read(int64_t token, float* x, int64_t dim) const {
