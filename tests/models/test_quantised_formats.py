@@ -12,17 +12,27 @@ from tests.tiny_models import hf_model, write_tiny
 
 pytest.importorskip("torch")
 TYPES = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
-#: Largest difference as a share of the largest logit. Native: activations of quantised weights have 15 bits.
+#: Largest difference as a share of the largest logit. Native: activations of quantised weights have 15 bits in prompt rows.
 TOLERANCE = {"reference": 1e-4, "cpu": 1e-3}
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
 
 
-def check(path, oracle, backend: str) -> None:
+def check(path, oracle, backend: str, four_bits: bool = False) -> None:
+    """four_bits: generated rows meet 4-bit weights, natively with activations of 8 bits; they are held to the mean KL per token."""
     executor = harness.load(path, backend=backend, kv_dtype="f32")
     tokens = np.random.default_rng(2).integers(0, executor.model_config.vocab_size, 40).tolist()
     theirs = logits_of(oracle, tokens)
-    ours = harness.all_logits(executor, tokens, num_prompt=30, chunk=16)
+    exact = backend == "reference" or not four_bits
+    ours = harness.all_logits(executor, tokens, num_prompt=30 if exact else None, chunk=16)
     assert np.abs(ours - theirs).max() / np.abs(theirs).max() < TOLERANCE[backend]
+    if not exact:
+        expected, got = (log_softmax(x) for x in (theirs, harness.all_logits(executor, tokens, num_prompt=5, chunk=16)))
+        assert 1e-9 < (np.exp(expected) * (expected - got)).sum(axis=1).mean() < 0.01
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -32,7 +42,7 @@ def test_gguf_types(tmp_path, family, kind):
     oracle = hf_model(tiny)
     check(tiny.path, oracle, "reference")
     pytest.importorskip("octavo._native", reason="the native module is not built")
-    check(tiny.path, oracle, "cpu")
+    check(tiny.path, oracle, "cpu", four_bits=kind.startswith("Q4"))
 
 
 def test_formats_mixed_inside_one_fused_weight(tmp_path):
@@ -43,7 +53,7 @@ def test_formats_mixed_inside_one_fused_weight(tmp_path):
     oracle = hf_model(tiny)
     check(tiny.path, oracle, "reference")
     pytest.importorskip("octavo._native", reason="the native module is not built")
-    check(tiny.path, oracle, "cpu")
+    check(tiny.path, oracle, "cpu", four_bits=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
