@@ -99,9 +99,8 @@ class StepCosts:
 
     def scaled(self, factor: float) -> StepCosts:
         """A machine that takes `factor` times as long for everything."""
-        rows = [RowCosts(cost.rows, tuple(factor * s for s in cost.seconds)) for cost in (self.generated_rows, self.prompt_rows)]
-        single = [factor * getattr(self, name) for name in _SINGLE]
-        return StepCosts(factor * self.base, *rows, *single)
+        generated, prompt = (RowCosts(c.rows, tuple(factor * s for s in c.seconds)) for c in (self.generated_rows, self.prompt_rows))
+        return StepCosts(factor * self.base, generated, prompt, **{name: factor * getattr(self, name) for name in _SINGLE})
 
 
 _SINGLE = ("generated_context", "prompt_context", "prompt_chunk", "prompt_sample")
@@ -251,12 +250,20 @@ def load(path: Path) -> CostFile:
         if record["format"] != FORMAT:
             raise ValueError(f"format {shown(record['format'])} is not {FORMAT}")
         seconds = record["seconds"]
-        rows = [_row_costs(seconds[name], name) for name in ("generated_rows", "prompt_rows")]
-        costs = StepCosts(_seconds(seconds["base"], "base"), *rows, *(_seconds(seconds[name], name) for name in _SINGLE))
-        sizes = [_size(record[name], name) for name in ("kv_token_bytes", "max_model_len")]
+        costs = StepCosts(
+            _seconds(seconds["base"], "base"),
+            _row_costs(seconds["generated_rows"], "generated_rows"),
+            _row_costs(seconds["prompt_rows"], "prompt_rows"),
+            **{name: _seconds(seconds[name], name) for name in _SINGLE},
+        )
         about = record.get("about")
         return CostFile(
-            costs, _text(record["model"], "model"), _text(record["machine"], "machine"), *sizes, about if isinstance(about, dict) else {}
+            costs,
+            _text(record["model"], "model"),
+            _text(record["machine"], "machine"),
+            _size(record["kv_token_bytes"], "kv_token_bytes"),
+            _size(record["max_model_len"], "max_model_len"),
+            about if isinstance(about, dict) else {},
         )
     except OSError as error:
         raise ConfigError(f"cannot read the costs {path}: {error.strerror}") from None

@@ -93,7 +93,8 @@ def _tenants(outcome: Outcome, done: Sequence[int]) -> dict[str, Any]:
         groups.setdefault(outcome.requests[number].tenant, []).append(number)
     if len(groups) < 2:
         return {"tenants": {}, "fairness": None}
-    found, paces = {}, []
+    found: dict[str, Any] = {}
+    paces: list[float] = []
     for tenant, numbers in sorted(groups.items(), key=lambda group: (-len(group[1]), str(group[0]))):
         waits = [_since(outcome.last_token[i], outcome.requests[i].arrival) for i in numbers]
         pace = [wait / outcome.requests[i].output_tokens for wait, i in zip(waits, numbers, strict=True)]

@@ -6,6 +6,7 @@ Owner of the core it runs. Not here: figures (report.py).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -97,6 +98,7 @@ class _Simulation:
 
     def run(self, done: Callable[[], object]) -> Outcome:
         core, clock, requests = self._core, self._clock, self._requests
+        gc.freeze()  # a long trace is not walked again and again by the garbage collector
         following, idle = 0, 0
         while following < len(requests) or core.has_unfinished_requests():
             while following < len(requests) and requests[following].arrival <= clock.now:
@@ -115,6 +117,7 @@ class _Simulation:
             idle = 0 if self._executor.steps > before else idle + 1
             if idle > MOST_IDLE_STEPS:
                 raise OctavoError("the simulated engine does not get on: no step computes anything, and requests are left")
+        gc.unfreeze()
         outcome = self._outcome
         outcome.stats, outcome.gaps, outcome.end = core.stats.copy(), self._outputs.gaps, clock.now
         return outcome

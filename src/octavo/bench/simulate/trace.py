@@ -100,7 +100,8 @@ class Lengths:
             values = np.rint(np.minimum(self.first * np.exp(self.second * rng.standard_normal(count)), float(MAX_TOKENS))).astype(np.int64)
         else:
             values = 1 + _zipf(rng, count, int(self.second), self.first)
-        return np.clip(values, 1, most).astype(np.int64)
+        cut: _Ints = np.clip(values, 1, most).astype(np.int64)
+        return cut
 
 
 def _zipf(rng: np.random.Generator, count: int, choices: int, exponent: float = 1.0) -> _Ints:
