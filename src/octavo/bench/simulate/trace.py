@@ -107,7 +107,8 @@ class Lengths:
 def _zipf(rng: np.random.Generator, count: int, choices: int, exponent: float = 1.0) -> _Ints:
     """int64 [count] from 0 to below `choices`: number k as often as 1 / (k + 1) ** exponent says."""
     weights = np.cumsum(1.0 / np.arange(1, choices + 1) ** exponent)
-    return np.searchsorted(weights, rng.random(count) * weights[-1], side="right").astype(np.int64)
+    found: _Ints = np.searchsorted(weights, rng.random(count) * weights[-1], side="right").astype(np.int64)
+    return found
 
 
 def _names(word: str, rng: np.random.Generator, count: int, choices: int) -> list[str | None]:
