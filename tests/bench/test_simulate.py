@@ -81,7 +81,7 @@ def test_a_full_pool_preempts_and_pays_again():
 
 # -- for every trace -----------------------------------------------------------------------------------------------
 MADE = Synthetic(
-    400, 0.5, Lengths.parse("--p", "lognormal:40:1"), Lengths.parse("--o", "zipf:1.2:60"), burst=3, prefixes=3, prefix_tokens=40,
+    200, 0.5, Lengths.parse("--p", "lognormal:40:1"), Lengths.parse("--o", "zipf:1.2:60"), burst=3, prefixes=3, prefix_tokens=40,
     tenants=4, priorities=3, most_tokens=512,
 )  # fmt: skip
 
@@ -242,7 +242,7 @@ def test_prompts_share_their_prefix_and_nothing_else():
     assert prompts[0] == token_ids(TraceRequest(0, 100, 1, "a", 40), 0)
     starts = {tuple(prompt[at : at + 16]) for prompt in prompts for at in (40,)} | {tuple(prompts[3][:16])}
     assert len(starts) == 5 and all(len(prompt) == 100 and 1000 <= min(prompt) <= max(prompt) < 31_000 for prompt in prompts)
-    assert len({tuple(token_ids(TraceRequest(0, 16, 1), i)) for i in range(20_000)}) == 20_000
+    assert len({tuple(token_ids(TraceRequest(0, 16, 1), i)) for i in range(4_000)}) == 4_000
 
 
 def test_a_trace_has_the_shape_that_was_asked_for():
@@ -264,7 +264,7 @@ def test_a_trace_has_the_shape_that_was_asked_for():
 def test_bursts_arrive_together_and_cut_lengths_fit():
     requests = replace(MADE, burst=5, most_tokens=128).make()
     times = [request.arrival for request in requests]
-    assert times == sorted(times) and len(set(times)) == 80 and all(times[i] == times[i - i % 5] for i in range(400))
+    assert times == sorted(times) and len(set(times)) == 40 and all(times[i] == times[i - i % 5] for i in range(200))
     assert max(request.prompt_tokens + request.output_tokens for request in requests) <= 128
     assert {request.arrival for request in replace(MADE, burst=0).make()} == {0.0}
 
@@ -303,11 +303,11 @@ def test_a_bad_line_is_named(tmp_path, line):
 # -- the command ---------------------------------------------------------------------------------------------------
 def test_the_command_reports_policies_and_writes_its_trace(capsys, tmp_path, monkeypatch):
     trace, plot = tmp_path / "trace.jsonl", tmp_path / "plot.svg"
-    arguments = ["bench", "scheduler", "--requests", "200", "--rate", "3", "--tenants", "3", "--policy", "fcfs,fair", "--json"]
+    arguments = ["bench", "scheduler", "--requests", "60", "--rate", "3", "--tenants", "3", "--policy", "fcfs,fair", "--json"]
     assert main([*arguments, "--save-trace", str(trace), "--plot", str(plot)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found["policies"]) == ["fcfs", "fair"] and all(run["finished"] == 200 for run in found["policies"].values())
-    assert found["trace"]["requests"] == 200 and found["costs"]["machine"] and "time to first token" in plot.read_text()
+    assert list(found["policies"]) == ["fcfs", "fair"] and all(run["finished"] == 60 for run in found["policies"].values())
+    assert found["trace"]["requests"] == 60 and found["costs"]["machine"] and "time to first token" in plot.read_text()
     assert main(["bench", "scheduler", "--trace", str(trace), "--policy", "fcfs"]) == 0
     out = capsys.readouterr().out
     assert "req/s" in out and f"{found['policies']['fcfs']['requests_per_s']:.2f}" in out  # the same trace, the same result
