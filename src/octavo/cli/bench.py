@@ -1,5 +1,5 @@
 """`octavo bench`: measures a server (serve), the engine in this process (latency), single ops
-(bench_kernels.py), and engines side by side (bench_compare.py).
+(bench_kernels.py), engines side by side (bench_compare.py), and simulates the scheduler (bench_scheduler.py).
 
 Tables for people go to standard output, or one JSON object with --json; the progress bar goes to a terminal only.
 Stateless. Not here: how anything is measured (bench/), the committed experiments (the checkout's benchmarks/).
@@ -25,12 +25,13 @@ from octavo.cli.bench_options import numbers as _numbers
 from octavo.cli.bench_options import option as _option
 from octavo.cli.bench_options import progress as _progress
 from octavo.cli.bench_options import show as _show
+from octavo.cli.bench_scheduler import scheduler
 from octavo.cli.make_model import make_model
 from octavo.cli.options import chosen_model, engine_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 
-SUMMARY = "Measure a server (any that speaks OpenAI's protocol), the engine in this process, single ops, or other engines."
+SUMMARY = "Measure a server (any that speaks OpenAI's protocol), the engine, single ops, or other engines; simulate the scheduler."
 EXAMPLES = """\b
 Examples:
   octavo bench serve --concurrency 8 --requests 50 --max-tokens 128
@@ -40,6 +41,7 @@ Examples:
   octavo bench kernels --rows 1,8 --plot kernels.svg
   octavo bench make-model qwen2.5-7b --format gguf-q4_0 --output random-7b.gguf
   octavo bench compare --peer llamacpp=/path/to/venv/bin/python --rounds 5
+  octavo bench scheduler --policy fcfs,fair --rate 3 --tenants 4
 """
 METHOD = "one client, streams; definitions in docs/benchmarks.md"
 
@@ -247,6 +249,7 @@ commands = {
     "latency": latency,
     "kernels": kernels,
     "compare": compare,
+    "scheduler": scheduler,
     "export-model": export_model,
     "make-model": make_model,
 }

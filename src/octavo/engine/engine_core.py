@@ -13,7 +13,7 @@ from time import perf_counter
 
 from octavo.config import EngineConfig
 from octavo.engine.events import EntryEvent, EventLog, StepEvent
-from octavo.engine.executor import Executor
+from octavo.engine.executor import Clock, Executor
 from octavo.engine.input_processor import EngineTokenizer, check_pool
 from octavo.engine.kv_cache_manager import KVCacheManager
 from octavo.engine.metrics import EngineStats
@@ -28,10 +28,12 @@ logger = logging.getLogger("octavo")
 
 
 class EngineCore:
-    def __init__(self, executor: Executor, tokenizer: EngineTokenizer, config: EngineConfig) -> None:
+    def __init__(self, executor: Executor, tokenizer: EngineTokenizer, config: EngineConfig, clock: Clock = perf_counter) -> None:
+        """`clock`: what all times of requests and events are read from."""
         self.executor = executor
         self.tokenizer = tokenizer
         self.config = config
+        self.clock = clock
         self._stats = EngineStats()
         self.events = EventLog(config.event_history)
         #: Requests with an unfinished choice, by the caller's id: the parent where n > 1.
@@ -42,7 +44,7 @@ class EngineCore:
         self._dead: str | None = None
         self._executing = False
         self._last_step = 0
-        self.outputs = OutputProcessor(tokenizer, executor.info)
+        self.outputs = OutputProcessor(tokenizer, executor.info, clock)
         if config.reuse_generated and config.enable_prefix_caching:
             logger.warning(
                 "reuse_generated: a prompt may share blocks that were computed as an answer; the logits after such a hit are "
@@ -54,7 +56,7 @@ class EngineCore:
         config = self.config
         groups = self.executor.info.kv_groups
         self.kv = KVCacheManager(groups, config.enable_prefix_caching, self._stats, reuse_generated=config.reuse_generated)
-        self.scheduler = Scheduler(self.config, self.kv, self._stats, self._last_step)
+        self.scheduler = Scheduler(self.config, self.kv, self._stats, self._last_step, self.clock)
 
     # Requests
 
@@ -140,13 +142,13 @@ class EngineCore:
         if not self._requests:
             return early
         self._last_step += 1
-        event = StepEvent(self._last_step, perf_counter())
+        event = StepEvent(self._last_step, self.clock())
         before = self._block_counts()
         try:
             output = self.scheduler.schedule()
-            scheduled = perf_counter()
+            scheduled = self.clock()
             result = self._execute(output)
-            executed = perf_counter()
+            executed = self.clock()
             deltas = self._update(result, event)
         except Exception as error:
             self._dead = f"{type(error).__name__}: {error}"
@@ -156,7 +158,7 @@ class EngineCore:
             self._abandon_step()
             self._early[:0] = early
             raise
-        self._note_times(event, scheduled - event.time, executed - scheduled, perf_counter() - executed)
+        self._note_times(event, scheduled - event.time, executed - scheduled, self.clock() - executed)
         event.timings.update(result.timings)
         event.replayed = result.replayed
         self._stats.steps_replayed += result.replayed
@@ -258,7 +260,7 @@ class EngineCore:
 
     def _log(self, request: Request, ending: Ending) -> None:
         metrics = request.metrics
-        end = perf_counter()
+        end = self.clock()
         queued = (metrics.first_scheduled or end) - metrics.arrival
         count = request.num_output_tokens
         per_token = (metrics.last_token - metrics.first_token) / max(1, count - 1) if metrics.last_token and metrics.first_token else 0.0

@@ -6,11 +6,15 @@ Not here: any implementation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from octavo.engine.scheduler_output import ExecutorInfo, KVGroup, SchedulerOutput, StepResult
 
-__all__ = ["Executor", "ExecutorInfo", "KVGroup"]
+__all__ = ["Clock", "Executor", "ExecutorInfo", "KVGroup"]
+
+#: Seconds on a clock that never goes back: time.perf_counter, or a simulated one where the executor only says what a step costs.
+Clock = Callable[[], float]
 
 
 class Executor(Protocol):

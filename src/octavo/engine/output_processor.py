@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from octavo.engine.detokenizer import IncrementalDetokenizer
-from octavo.engine.executor import ExecutorInfo
+from octavo.engine.executor import Clock, ExecutorInfo
 from octavo.engine.input_processor import EngineTokenizer
 from octavo.engine.request import Request, max_output_tokens
 from octavo.engine.scheduler_output import SampledToken
@@ -43,9 +43,10 @@ class _Choice:
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: EngineTokenizer, info: ExecutorInfo) -> None:
+    def __init__(self, tokenizer: EngineTokenizer, info: ExecutorInfo, clock: Clock = perf_counter) -> None:
         self.tokenizer = tokenizer
         self.info = info
+        self.clock = clock
         self._choices: dict[str, _Choice] = {}
 
     def _choice(self, request: Request) -> _Choice:
@@ -66,7 +67,7 @@ class OutputProcessor:
         The delta of an ending is complete but for its metrics: pass it through `close`.
         """
         choice = self._choice(request)
-        now = perf_counter()
+        now = self.clock()
         if request.metrics.first_token is None:
             request.metrics.first_token = now
         request.metrics.last_token = now

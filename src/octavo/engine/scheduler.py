@@ -44,6 +44,7 @@ from time import perf_counter
 
 from octavo.config import EngineConfig
 from octavo.engine.events import Why
+from octavo.engine.executor import Clock
 from octavo.engine.followers import Followers
 from octavo.engine.kv_cache_manager import KVCacheManager
 from octavo.engine.metrics import EngineStats
@@ -56,11 +57,12 @@ _log = logging.getLogger("octavo")
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, stats: EngineStats, step: int = 0) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, stats: EngineStats, step: int = 0, clock: Clock = perf_counter) -> None:
         """`step`: the number of the last step, where another scheduler went before."""
         self.config = config
         self.kv = kv
         self.stats = stats
+        self.clock = clock
         self.step = step
         self.waiting: Policy = make_policy(config, kv)
         self.followers = Followers(kv, config.max_num_seqs)
@@ -251,7 +253,7 @@ class Scheduler:
         self.plan.add(request, count, why)
         request.last_step = self.step
         if request.metrics.first_scheduled is None:
-            request.metrics.first_scheduled = perf_counter()
+            request.metrics.first_scheduled = self.clock()
 
     # Admission and preemption
 
