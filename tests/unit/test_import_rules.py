@@ -49,7 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"engine", "wiring", "config_sources"},
     "async_llm": {"engine", "wiring"},
     "octavo": {"llm", "async_llm"},
-    "cli": PUBLIC | {"server", "bench", "lab", "verify"},
+    "cli": PUBLIC | {"server", "bench", "lab", "verify", "trace"},
+    # the record's plain data, nothing that runs
+    "trace": {"octavo", "engine.events", "engine.scheduler_output"},
     "bench": PUBLIC,
     "lab": PUBLIC | {"ops.reference", "wiring"},
     # it wires engines with a recorder, drives the executor without one, and taps layers
@@ -103,7 +105,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "typer": {"cli"},
     "click": {"cli"},
     "rich": {"cli", "bench"},
-    "msgspec": {"engine", "server", "bench.client"},
+    "msgspec": {"engine", "server", "bench.client", "trace"},
     "zmq": {"engine", "core_process"},
     "prometheus_client": {"server", "bench"},
     "matplotlib": {"bench"},
@@ -112,7 +114,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "uvicorn": {"server"},
     "uvloop": {"server", "bench.serving"},
     "pydantic": {"server"},
-    "httpx2": {"bench", "cli.remote"},
+    "httpx2": {"bench", "cli.remote", "cli.trace_client"},
     "httptools": {"bench.client", "bench.connection"},
     "streamlit": {"lab.ui"},
     "altair": {"lab.ui"},
