@@ -73,8 +73,10 @@ def run(
     config = chosen_model(config, model)
     config = replace(config, event_history=max(config.event_history, MOST_STEPS))
     with closing(open_llm(config)) as llm:
+        before = _calibrate(llm)
         answers = _complete(llm, prompts, params, chat)
         trace = of_llm(llm)
+        trace.calibration, trace.steps = trace.steps[:before], trace.steps[before:]
     if with_text:
         trace.texts = _texts(prompts, answers)
     _write(trace, output, html, perfetto)
@@ -124,6 +126,16 @@ def of_llm(llm: LLM) -> Trace:
     limits = Settings(config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_batch_size, config.max_decode_batch_size)
     gaps = bool(events) and events[0].step > 1
     return Trace(events, config.model, groups[0].block_size, [group.num_blocks for group in groups], limits, gaps=gaps)
+
+
+def _calibrate(llm: LLM) -> int:
+    """A few steps of one and of four requests: they wake the engine up, and tell what a row costs alone and beside others. Returns how many."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for count in (1, 4):
+        length = max(1, min(128 // count, llm.max_model_len // 4))
+        llm.generate([[(7 * i + j) % 50 for j in range(length)] for i in range(count)], params, progress=False)
+    llm.reset_prefix_cache()
+    return llm.stats().steps
 
 
 def _split(words: list[str]) -> tuple[str | None, list[str]]:

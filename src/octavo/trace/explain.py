@@ -158,16 +158,14 @@ def _divide(case: Case) -> dict[str, float]:
     waits, lost, done = "queue", 0, 0
     for number in case.span():
         event = steps[number]
+        sums.until(event.time, waits or "between")
         if case.names & set(event.preempted):
             waits, lost = "preempted", max(lost, done)
         if any(admission.request_id in case.names for admission in event.admitted):
-            sums.until(event.time, waits or "between")
             waits = ""
         elif waits:
             sums.until(end(event), waits)
             continue
-        else:
-            sums.until(event.time, "between")
         own = case.own(event)
         if not own:
             sums.until(end(event), "others")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
+from octavo.engine.events import EntryEvent
 from octavo.engine.scheduler_output import TokenKind
 from octavo.trace.lives import Life, lives
 from octavo.trace.record import Trace, parts, seconds
@@ -75,24 +76,18 @@ def _steps(trace: Trace, number: dict[str, int], zero: float) -> Iterator[list[A
     """
     for event in trace.steps:
         named = parts(event)
-        entries = [
-            [
-                number[e.request_id],
-                e.start,
-                e.num_tokens,
-                int(e.kind is TokenKind.GENERATED),
-                _WHYS.index(e.why),
-                list(e.blocks[0]) if e.blocks else [],
-            ]
-            for e in event.entries
-            if e.request_id in number
-        ]
+        entries = [_entry(entry, number[entry.request_id]) for entry in event.entries if entry.request_id in number]
         counts = [event.blocks_taken, event.blocks_shared, event.blocks_copied, event.blocks_evicted, event.blocks_freed]
         yield [
             event.step, _ms(event.time - zero), _ms(seconds(event)), [_ms(named[name]) for name in _PART_NAMES], entries,
             [number[name] for name in event.dropped if name in number], event.running, event.waiting, event.blocks_used,
             int(event.replayed), counts,
         ]  # fmt: skip
+
+
+def _entry(entry: EntryEvent, request: int) -> list[Any]:
+    generated, blocks = int(entry.kind is TokenKind.GENERATED), list(entry.blocks[0]) if entry.blocks else []
+    return [request, entry.start, entry.num_tokens, generated, _WHYS.index(entry.why), blocks]
 
 
 def _ms(value: float) -> float:

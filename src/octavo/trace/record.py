@@ -50,6 +50,8 @@ class Trace:
     settings: Settings = field(default_factory=Settings)
     #: By request id; only where it was asked for.
     texts: dict[str, Text] = field(default_factory=dict)
+    #: Steps before the run, of known shapes, so that it is known what a row costs; nothing of any request.
+    calibration: list[StepEvent] = field(default_factory=list)
     #: Steps were lost between two of these, or before the first.
     gaps: bool = False
     version: int = VERSION
@@ -111,7 +113,7 @@ class _Head(msgspec.Struct):
 def check(trace: Trace, name: str) -> None:
     """What arithmetic and pictures rely on. JSON has no infinities or NaN, so numbers are finite unless they overflow."""
     last = float("-inf")
-    for event in trace.steps:
+    for event in [*trace.calibration, *trace.steps]:
         numbers = [event.time, *event.timings.values()]
         if not all(abs(number) < 1e12 for number in numbers) or event.time < last or min(event.timings.values(), default=0.0) < 0:
             raise OctavoError(f"{name} is damaged: step {event.step} has an impossible time")

@@ -63,9 +63,11 @@ class RowModel:
 
 
 def fit(trace: Trace) -> RowModel:
-    """Of all steps that computed something; recorded (eager) ones only where none was replayed, for they cost more."""
-    steps = [event for event in trace.steps if event.entries and seconds(event) > 0]
-    usual = [event for event in steps if event.replayed] or steps
+    """Of all steps that computed something; those that were not replayed, which cost more, only where no other has prompt rows."""
+    steps = [event for event in [*trace.calibration, *trace.steps] if event.entries and seconds(event) > 0]
+    usual = [event for event in steps if event.replayed]
+    if not any(entry.kind is TokenKind.PROMPT for event in usual for entry in event.entries):
+        usual = steps
     points = [(features(map(rows, event.entries)), seconds(event)) for event in usual]
     found = _least(points)
     near = [point for point in points if 1 / OUTLIER < _value(found, point[0]) / point[1] < OUTLIER]
