@@ -8,6 +8,7 @@ import random
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.cli.chat import LocalModel
 from octavo.cli.main import main
 from octavo.cli.trace import of_llm
 from octavo.errors import OctavoError
@@ -211,5 +212,7 @@ def test_the_last_answer_of_an_engine_is_explained(smollm2_path):
         llm.generate("one two", params)
         llm.generate("Rain is water that falls. " * 8, params)
         found = explain(of_llm(llm))
+        why = LocalModel(llm, "smollm2").why()
     assert found.request_id == "request-1" and found.num_output_tokens == 4 and found.num_others == 0
     assert sum(found.parts.values()) == pytest.approx(found.total) and found.parts["other"] <= 0.03 * found.total
+    assert why.startswith("request-1: ") and "with a prefix hit on its first" in why and "100.0 %" in why

@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: Single imports beyond the table, each with its reason: (module, imported) -> reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli.run", "loading.source"): "whether a single argument is a short model name",
+    ("cli.trace", "loading.source"): "whether the first argument is a short model name",
     ("cli.models", "loading.source"): "lists the short names and whether they are here",
     ("cli.doctor", "loading.source"): "says whether the model is here, without loading it",
     ("cli.doctor", "ops.needs"): "op_needs, the question put to the registry",

@@ -100,7 +100,7 @@ class ChatSession:
             self.turns = before
         return (len(before) - len(self.turns)) // 2
 
-    def execute(self, line: str, engine_stats: Callable[[], dict[str, Any]], why: Callable[[], str]) -> str:
+    def execute(self, line: str, engine_stats: Callable[[], dict[str, Any]], why: Callable[[], str] | None = None) -> str:
         """Carry out a slash command; the text to show. Raises OctavoError with the reason it could not."""
         name, _, argument = line.removeprefix("/").partition(" ")
         argument = argument.strip()
@@ -120,7 +120,7 @@ class ChatSession:
         if name == "stats":
             return self._stats(engine_stats())
         if name == "why":
-            if not self.totals.answers:
+            if why is None or not self.totals.answers:
                 raise OctavoError("/why explains the last answer, and there is none yet")
             return why()
         if name == "save":

@@ -129,7 +129,7 @@ def of_llm(llm: LLM) -> Trace:
 
 
 def _calibrate(llm: LLM) -> int:
-    """A few steps of one and of four requests: they wake the engine up, and tell what a row costs alone and beside others. Returns how many."""
+    """A few steps of one and of four requests: they wake the engine up, and tell what a row costs. Returns how many."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for count in (1, 4):
         length = max(1, min(128 // count, llm.max_model_len // 4))
