@@ -498,7 +498,7 @@ def test_events_tell_what_each_step_did():
     run(core, orders)
     events = core.events.recent()
     assert [e.step for e in events] == sorted({e.step for e in events}) and len(events) <= 50
-    assert events[0].entries[0] == ("a", 0, 6, TokenKind.PROMPT, "new")
+    assert events[0].entries[0] == ("a", 0, 6, TokenKind.PROMPT, "new", ((0, 1, 2),))
     whys = {entry.why for event in events for entry in event.entries}
     assert whys >= {"new", "prompt", "decode", "resumed"}
     stats = core.stats
@@ -506,6 +506,7 @@ def test_events_tell_what_each_step_did():
     assert sum(len(e.preempted) for e in events) == stats.preemptions > 0
     assert sum(len(e.entries) for e in events) == sum(len(o.entries) for o in core.executor.outputs)
     assert [name for e in events for name in e.finished] == ["a", "b"]
+    assert sum(e.blocks_freed for e in events) == stats.blocks_freed and events[-1].blocks_used == 0
     assert all({"schedule", "execute", "update", "forward"} <= set(e.timings) for e in events if e.entries)
     assert len(core.events.recent(2)) == 2 and core.events.recent(0) == []
 

@@ -28,6 +28,15 @@ def test_every_sampling_field_has_a_flag():
     assert set(SAMPLING_HELP) == {field.name for field in fields(SamplingParams)} and set(SAMPLING_HELP) > NOT_SETTABLE
 
 
+def test_why_explains_an_answer_once_there_is_one():
+    chat = session()
+    for why in (None, lambda: "because"):
+        with pytest.raises(OctavoError, match="none yet"):
+            chat.execute("/why", dict, why)
+    chat.totals.answers = 1
+    assert chat.execute("/why", dict, lambda: "because") == "because"
+
+
 def test_turns_alternate_whatever_happens():
     chat = session()
     chat.add_user("a")

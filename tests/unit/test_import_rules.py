@@ -49,7 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"engine", "wiring", "config_sources"},
     "async_llm": {"engine", "wiring"},
     "octavo": {"llm", "async_llm"},
-    "cli": PUBLIC | {"server", "bench", "lab", "verify"},
+    "cli": PUBLIC | {"server", "bench", "lab", "verify", "trace"},
+    # the record's plain data, nothing that runs
+    "trace": {"octavo", "engine.events", "engine.scheduler_output"},
     "bench": PUBLIC,
     "lab": PUBLIC | {"ops.reference", "wiring"},
     # it wires engines with a recorder, drives the executor without one, and taps layers
@@ -58,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: Single imports beyond the table, each with its reason: (module, imported) -> reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli.run", "loading.source"): "whether a single argument is a short model name",
+    ("cli.trace", "loading.source"): "whether the first argument is a short model name",
     ("cli.models", "loading.source"): "lists the short names and whether they are here",
     ("cli.doctor", "loading.source"): "says whether the model is here, without loading it",
     ("cli.doctor", "ops.needs"): "op_needs, the question put to the registry",
@@ -117,7 +120,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "typer": {"cli"},
     "click": {"cli"},
     "rich": {"cli", "bench"},
-    "msgspec": {"engine", "server", "bench.client"},
+    "msgspec": {"engine", "server", "bench.client", "trace"},
     "zmq": {"engine", "core_process"},
     "prometheus_client": {"server", "bench"},
     "matplotlib": {"bench"},
@@ -126,7 +129,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "uvicorn": {"server"},
     "uvloop": {"server", "bench.serving"},
     "pydantic": {"server"},
-    "httpx2": {"bench", "cli.remote"},
+    "httpx2": {"bench", "cli.remote", "cli.trace_client"},
     "httptools": {"bench.client", "bench.connection"},
     "streamlit": {"lab.ui"},
     "altair": {"lab.ui"},

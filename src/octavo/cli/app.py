@@ -18,7 +18,7 @@ import octavo
 from octavo.config_sources import nearest
 from octavo.errors import ConfigError
 
-COMMANDS = ("chat", "run", "serve", "bench", "verify", "lab", "models", "doctor")
+COMMANDS = ("chat", "run", "serve", "bench", "verify", "trace", "explain", "lab", "models", "doctor")
 EXAMPLES = """\b
 Examples:
   octavo chat

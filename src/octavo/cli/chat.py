@@ -61,6 +61,7 @@ class ChatModel(Protocol):
     def stream_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[CompletionDelta]: ...
     def complete(self, answer: Answer) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+    def why(self) -> str: ...
     def close(self) -> None: ...
 
 
@@ -88,6 +89,13 @@ class LocalModel:
 
     def stats(self) -> dict[str, Any]:
         return asdict(self._llm.stats())
+
+    def why(self) -> str:
+        """Where the time of the last answer went."""
+        from octavo.cli.trace import of_llm
+        from octavo.trace import explain, report
+
+        return "\n".join(report.lines(explain(of_llm(self._llm))))
 
 
 @engine_options
@@ -226,7 +234,7 @@ def respond(model: ChatModel, session: ChatSession, text: str) -> None:
     if not text.strip():
         return
     if text.startswith("/") and not text.startswith("//"):
-        shown = session.execute(text.strip(), model.stats)
+        shown = session.execute(text.strip(), model.stats, model.why)
         if shown:
             terminal.note(shown, sys.stdout)
         return

@@ -31,6 +31,7 @@ HELP = """\
 /system TEXT      set the system message; without TEXT, remove it
 /set NAME VALUE   change a sampling setting, for example /set temperature 0.2; without arguments, list them
 /stats            counts of this chat and of the engine
+/why              where the time of the last answer went, and what would have helped
 /save FILE        write the conversation as JSON
 /quit             leave, as do Ctrl-D and Ctrl-C twice
 A line that ends in \\ goes on; \"\"\" begins and ends a text of several lines. Write //text to send text that begins with /."""
@@ -99,7 +100,7 @@ class ChatSession:
             self.turns = before
         return (len(before) - len(self.turns)) // 2
 
-    def execute(self, line: str, engine_stats: Callable[[], dict[str, Any]]) -> str:
+    def execute(self, line: str, engine_stats: Callable[[], dict[str, Any]], why: Callable[[], str] | None = None) -> str:
         """Carry out a slash command; the text to show. Raises OctavoError with the reason it could not."""
         name, _, argument = line.removeprefix("/").partition(" ")
         argument = argument.strip()
@@ -118,6 +119,10 @@ class ChatSession:
             return self._set(argument)
         if name == "stats":
             return self._stats(engine_stats())
+        if name == "why":
+            if why is None or not self.totals.answers:
+                raise OctavoError("/why explains the last answer, and there is none yet")
+            return why()
         if name == "save":
             return self._save(argument)
         raise OctavoError(f"there is no command /{name}{nearest(name, _NAMES)} (/help lists them)")
@@ -183,4 +188,4 @@ class ChatSession:
         return f"saved {len(self.messages)} messages to {path}"
 
 
-_NAMES = ("help", "clear", "system", "set", "stats", "save", "quit")
+_NAMES = ("help", "clear", "system", "set", "stats", "why", "save", "quit")

@@ -137,6 +137,9 @@ class RemoteModel:
     def stats(self) -> dict[str, Any]:
         return {"server": self.base, "model": self.name}
 
+    def why(self) -> str:
+        raise OctavoError("a server keeps the record of its steps to itself here: octavo trace server records one of ours")
+
     # -- one answer ----------------------------------------------------------------------------------------------------
     def stream_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[CompletionDelta]:
         """The answer in pieces, the last one with a finish_reason; closing the iterator closes the connection.

@@ -122,14 +122,15 @@ class AsyncEngine:
                 raise type(self._final)(str(self._final))  # a new one: whoever raises it adds to its traceback
             await self._settled.wait()
 
-    async def events(self, count: int | None = None) -> list[StepEvent]:
-        """What the last steps did, oldest first. Raises EngineDeadError when there is no core to ask."""
+    async def events(self, count: int | None = None, after: int | None = None) -> list[StepEvent]:
+        """What the last `count` steps did, oldest first; with `after`, the first `count` steps later than that one.
+        Raises EngineDeadError when there is no core to ask."""
         if self._loop is None:
             return []
         self._check_ready()
         reader: asyncio.Future[list[StepEvent]] = self._loop.create_future()
         self._event_readers.append(reader)
-        self._link.send(GetEvents(count), self.restarts)
+        self._link.send(GetEvents(count, after), self.restarts)
         return await reader
 
     async def reset_prefix_cache(self) -> None:

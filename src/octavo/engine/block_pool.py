@@ -102,6 +102,7 @@ class BlockPool:
         assert count >= 0, f"block {block_id} released more often than held"
         self.ref_counts[block_id] = count
         if count == 0:
+            self.stats.blocks_freed += 1
             self._free[block_id] = None
             if block_id not in self._key_of:
                 self._free.move_to_end(block_id, last=False)

@@ -94,7 +94,7 @@ class CoreLoop:
             case ResetPrefixCache():
                 self._core.reset_prefix_cache()
             case GetEvents():
-                self._channel.send(Events(self._core.events.recent(command.count)))
+                self._channel.send(Events(self._core.events.recent(command.count, command.after)))
             case Close():
                 self._closing = True
 

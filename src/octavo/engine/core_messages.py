@@ -41,9 +41,10 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", frozen=True):
 
 
 class GetEvents(msgspec.Struct, tag="events", frozen=True):
-    """Asks for the record of the last steps; answered by one Events."""
+    """Asks for the record of steps, as EventLog.recent; answered by one Events."""
 
     count: int | None = None
+    after: int | None = None
 
 
 class Close(msgspec.Struct, tag="close", frozen=True):

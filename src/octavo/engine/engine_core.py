@@ -8,11 +8,12 @@ Not here: waiting for results (llm.py, async_engine.py), checking of input (inpu
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from time import perf_counter
 
 from octavo.config import EngineConfig
-from octavo.engine.events import EntryEvent, EventLog, StepEvent
+from octavo.engine.events import EntryEvent, EventLog, Finish, StepEvent
 from octavo.engine.executor import Clock, Executor
 from octavo.engine.input_processor import EngineTokenizer, check_pool
 from octavo.engine.kv_cache_manager import KVCacheManager
@@ -41,6 +42,10 @@ class EngineCore:
         self._num_added = 0
         #: Deltas made outside a step; the next one returns them.
         self._early: list[CompletionDelta] = []
+        #: Endings that no event has told of yet.
+        self._ends: deque[Finish] = deque(maxlen=config.event_history)
+        #: Seconds of this step spent on text.
+        self._detokenise = 0.0
         self._dead: str | None = None
         self._executing = False
         self._last_step = 0
@@ -144,6 +149,7 @@ class EngineCore:
         self._last_step += 1
         event = StepEvent(self._last_step, self.clock())
         before = self._block_counts()
+        self._detokenise = 0.0
         try:
             output = self.scheduler.schedule()
             scheduled = self.clock()
@@ -160,6 +166,8 @@ class EngineCore:
             raise
         self._note_times(event, scheduled - event.time, executed - scheduled, self.clock() - executed)
         event.timings.update(result.timings)
+        event.timings["detokenise"] = self._detokenise
+        event.dropped = output.dropped_request_ids
         event.replayed = result.replayed
         self._stats.steps_replayed += result.replayed
         self._stats.steps_eager += bool(output.entries) and not result.replayed
@@ -177,7 +185,7 @@ class EngineCore:
     def _update(self, result: StepResult, event: StepEvent) -> list[CompletionDelta]:
         deltas: list[CompletionDelta] = []
         for request, entry in self.scheduler.complete_step(result.errors):
-            event.entries.append(EntryEvent(request.request_id, entry.start, entry.num_tokens, entry.kind, entry.why))
+            event.entries.append(EntryEvent(request.request_id, entry.start, entry.num_tokens, entry.kind, entry.why, entry.blocks))
             error = result.errors.get(request.request_id)
             if error is not None:
                 self._stats.requests_failed += 1
@@ -199,6 +207,7 @@ class EngineCore:
         self._stats.tokens_sampled += 1
         self.scheduler.append_token(request, sampled.token_id)
         delta, ending = self.outputs.add_token(request, sampled)
+        self._detokenise += perf_counter() - (request.metrics.last_token or 0.0)  # which add_token has just set
         return delta if ending is None else self._end_choice(request, delta, ending)
 
     def _prompt_computed(self, request: Request) -> list[CompletionDelta]:
@@ -220,6 +229,12 @@ class EngineCore:
             self._requests.pop(top.request_id, None)
             self._stats.requests_finished += 1
             self._stats.requests_aborted += ending.reason == "abort"
+        metrics = request.metrics
+        self._ends.append(
+            Finish(
+                request.request_id, ending.reason, metrics.first_token, perf_counter(), request.num_output_tokens, metrics.num_preemptions
+            )
+        )
         self._log(request, ending)
         return delta
 
@@ -293,16 +308,20 @@ class EngineCore:
         self._stats.execute_seconds += execute
         self._stats.update_seconds += update
 
-    def _block_counts(self) -> tuple[int, int, int, int]:
+    def _block_counts(self) -> tuple[int, int, int, int, int]:
         stats = self._stats
-        return stats.blocks_taken, stats.blocks_shared, stats.blocks_copied, stats.blocks_evicted
+        return stats.blocks_taken, stats.blocks_shared, stats.blocks_copied, stats.blocks_evicted, stats.blocks_freed
 
-    def _record(self, event: StepEvent, before: tuple[int, int, int, int]) -> None:
+    def _record(self, event: StepEvent, before: tuple[int, int, int, int, int]) -> None:
         self._stats.steps += 1
         self._stats.count_batch([entry.num_tokens for entry in event.entries])
-        taken, shared, copied, evicted = (now - then for now, then in zip(self._block_counts(), before, strict=True))
+        taken, shared, copied, evicted, freed = (now - then for now, then in zip(self._block_counts(), before, strict=True))
         event.blocks_taken, event.blocks_shared, event.blocks_copied, event.blocks_evicted = taken, shared, copied, evicted
-        event.preempted = self.scheduler.plan.preempted
+        event.blocks_freed, event.blocks_used = freed, self.kv.num_used_blocks
+        event.preempted, event.admitted = self.scheduler.plan.preempted, self.scheduler.plan.admitted
+        if self._ends:
+            event.ends = list(self._ends)
+            self._ends.clear()
         event.running, event.waiting = self.scheduler.num_running, self.num_waiting
         self.events.add(event)
 

@@ -40,6 +40,8 @@ class EngineStats:
     blocks_shared: int = 0
     blocks_taken: int = 0
     blocks_evicted: int = 0
+    #: Blocks whose last holder let go of them.
+    blocks_freed: int = 0
     #: Tokens looked up in the prefix cache when requests were admitted, and those found.
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from time import perf_counter
 
 from octavo.engine.executor import ExecutorInfo
 from octavo.engine.scheduler_output import NewRequest, TokenKind
@@ -129,6 +130,8 @@ class Request:
         self.prompt_logprobs: list[PositionLogprobs | None] | None = [None] if self._wants_prompt_logprobs else None
         self.prompt_logprobs_sent = False
         self.metrics = RequestMetrics(arrival=origin.arrival)
+        #: time.perf_counter, for the record of steps.
+        self.added = perf_counter()
 
     @property
     def _wants_prompt_logprobs(self) -> bool:

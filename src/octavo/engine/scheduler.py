@@ -43,7 +43,7 @@ from itertools import chain, islice
 from time import perf_counter
 
 from octavo.config import EngineConfig
-from octavo.engine.events import Why
+from octavo.engine.events import Admission, Why
 from octavo.engine.executor import Clock
 from octavo.engine.followers import Followers
 from octavo.engine.kv_cache_manager import KVCacheManager
@@ -293,14 +293,21 @@ class Scheduler:
         self.prefilling[request.request_id] = request
         request.status = RequestStatus.RUNNING
         self._debt += max(0, min(request.num_lost_tokens, request.num_target_tokens) - request.num_computed_tokens)
-        if not request.was_admitted:
+        resumed = request.was_admitted
+        if not resumed:
             request.was_admitted = True
             self.waiting.admitted(request)
             if request.parent is None:
                 request.num_cached_tokens = request.num_computed_tokens
             else:
                 self._child_left(request.parent)
+        self._note_admission(request, resumed)
         return True
+
+    def _note_admission(self, request: Request, resumed: bool) -> None:
+        parent = None if request.parent is None else request.parent.request_id
+        arrival, found = request.metrics.arrival, request.num_computed_tokens
+        self.plan.admitted.append(Admission(request.request_id, parent, arrival, request.added, request.num_prompt_tokens, found, resumed))
 
     def _leave_queue(self, request: Request) -> None:
         was_promoted = request.patience == 0
@@ -417,7 +424,9 @@ class Scheduler:
             request.num_blocks_sent = 0
         tables = self.kv.block_tables(request)
         sent, request.num_blocks_sent = request.num_blocks_sent, len(tables[0])
-        new_block_ids = tuple(tuple(table[sent:]) for table in tables) if request.num_blocks_sent > sent else self._no_blocks
+        new_block_ids = self._no_blocks
+        if request.num_blocks_sent > sent:
+            entry.blocks = new_block_ids = tuple(tuple(table[sent:]) for table in tables)
         return ScheduledEntry(request.request_id, entry.start, entry.num_tokens, entry.kind, new_block_ids, entry.sample)
 
     def check_invariants(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.engine.events import Why
+from octavo.engine.events import Admission, Why
 from octavo.engine.request import Request
 from octavo.engine.scheduler_output import TokenKind
 
@@ -27,6 +27,8 @@ class PlannedEntry:
     completes: bool
     #: The last of the tokens gives the next one.
     sample: bool
+    #: Per group: blocks appended to its table before the step; () for none.
+    blocks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class StepPlan:
     decode_places: int
     entries: dict[str, PlannedEntry] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
 
     def fit(self, wanted: int) -> int:
         """How many of the wanted tokens of one more request this step can take; 0 when it has no place for it."""

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 import octavo
-from octavo.server import models, page, status
+from octavo.server import models, page, recorded, status
 from octavo.server.auth import AuthMiddleware
 from octavo.server.envelope import EnvelopeMiddleware
 from octavo.server.errors import ApiError
@@ -42,7 +42,7 @@ def build_app(server: ServerState) -> FastAPI:
     async def completions(request: Request) -> Response:
         return Generation(server, "completions")
 
-    for router in (models.router(server), status.router(server), page.router()):
+    for router in (models.router(server), recorded.router(server), status.router(server), page.router()):
         app.include_router(router)
     app.exception_handler(HTTPException)(_raise_as_api_error)
     # the last one added is the outermost
