@@ -82,7 +82,7 @@ def test_counters_prove_that_it_happened(clean):
     assert row(clean, "prefix hit").counters["blocks copied"] == 1  # the prompt of whole blocks
     assert row(clean, "preemption").counters["preemptions"] >= 4
     forked = row(clean, "fork n=4").counters
-    assert forked["forks"] == forked["blocks copied"] == 8 and forked["blocks shared"] > 8
+    assert forked["forks"] == 8 and forked["blocks copied"] == 6 and forked["blocks shared"] > 8
     assert row(clean, "replayed").counters["steps replayed"] > 0
     assert row(clean, "streamed").counters["withheld and released"] > 0
     assert row(clean, "reference").largest_difference > 0 and not row(clean, "reference").bitwise
