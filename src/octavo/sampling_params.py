@@ -251,6 +251,11 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def num_sequences(self) -> int:
+        """How many are computed side by side: choices or beams."""
+        return self.num_choices if self.beam_width is None else self.beam_width
+
+    @property
     def whole_only(self) -> bool:
         """Nothing of an answer is known before all of it is: it cannot be streamed."""
         return self.beam_width is not None or self.num_choices > self.n
