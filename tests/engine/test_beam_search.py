@@ -244,7 +244,9 @@ def test_logprobs_are_those_of_the_path():
             values = distribution(digests([5, 6, 7, *choice.token_ids[:position]], 3)[-1])
             assert next(iter(entry)) == token and 2 <= len(entry) <= 3 and entry[token].logprob == values[token]
             assert [one.rank for one in list(entry.values())[1:]] in ([1, 2], [1], [2])
-        assert choice.cumulative_logprob == pytest.approx(math.fsum(e[t].logprob for t, e in zip(choice.token_ids, choice.logprobs, strict=True)))
+        assert choice.cumulative_logprob == pytest.approx(
+            math.fsum(e[t].logprob for t, e in zip(choice.token_ids, choice.logprobs, strict=True))
+        )
 
 
 def test_prompt_logprobs_come_once():

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from octavo.errors import InvalidRequestError, shown
 from octavo.sampling_params import (
-    MAX_BEAM_WIDTH,
     GREEDY_TEMPERATURE,
     MAX_BAD_WORDS,
+    MAX_BEAM_WIDTH,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_CHARS,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from octavo.engine.output_processor import Ending, OutputProcessor
@@ -128,7 +129,10 @@ class BeamSearch:
     # Scores and the end
 
     def _score(self, beam: _Beam) -> float:
-        return beam.total / max(1, beam.request.num_output_tokens) ** self._params.length_penalty
+        return beam.total / self._divisor(max(1, beam.request.num_output_tokens))
+
+    def _divisor(self, length: int) -> float:
+        return math.pow(length, self._params.length_penalty)
 
     def _end(self, beam: _Beam) -> None:
         entry = (self._score(beam), -beam.request.choice, beam)
@@ -146,7 +150,7 @@ class BeamSearch:
             return True
         farthest = params.early_stopping == "never" and params.length_penalty > 0
         length = self.top.origin.max_tokens if farthest else best.request.num_output_tokens
-        return best.total / length**params.length_penalty <= self._ended[0][0]
+        return best.total / self._divisor(length) <= self._ended[0][0]
 
     # The answer
 

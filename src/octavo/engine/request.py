@@ -2,7 +2,8 @@
 
 Owner: the engine core makes a Request from an EngineRequest; from then on only the scheduler and the core change it.
 A prompt with n > 1 is one parent Request, which computes the prompt but its last token, and n children that share its
-blocks and sample. A beam is such a child, and in turn the parent of those that continue it. Not here: KV blocks (kv_cache_manager.py), text (output_processor.py), policies (scheduler.py).
+blocks and sample. A beam is such a child, and in turn the parent of those that continue it.
+Not here: KV blocks (kv_cache_manager.py), text (output_processor.py), policies (scheduler.py).
 """
 
 from __future__ import annotations
