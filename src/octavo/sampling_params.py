@@ -236,7 +236,7 @@ class SamplingParams:
         """A copy whose None fields are filled from `defaults` (the model's generation config), else neutral. Beams draw nothing:
         all of these are neutral for them."""
         if self.beam_width is not None:
-            settled = _MODEL_DEFAULTS | {"temperature": 0.0}
+            settled: dict[str, Any] = {**_MODEL_DEFAULTS, "temperature": 0.0}
             return self if all(getattr(self, name) == value for name, value in settled.items()) else replace(self, **settled)
         fill: dict[str, Any] = {
             name: defaults[name] if defaults.get(name) is not None else neutral

@@ -116,7 +116,7 @@ def _check_whole(request: ChatRequest | CompletionRequest, params: SamplingParam
         raise _fail("stream", f"an answer by {what} is known only when all of it is: ask without stream")
 
 
-def _ranking(request: ChatRequest | CompletionRequest) -> dict[str, int | None]:
+def _ranking(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
     """best_of and beam_width. In vLLM's dialect a beam search has as many beams as answers are drawn (best_of, n)."""
     best_of = request.best_of if isinstance(request, CompletionRequest) else None
     width = request.beam_width
