@@ -4,6 +4,7 @@ share full blocks and copy only what is written; preemption, aborts and faults i
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -267,3 +268,39 @@ def test_nothing_comes_before_the_end():
         deltas = core.step()
     assert [delta.index for delta in deltas] == [0, 1] and all(delta.finish_reason for delta in deltas)
     assert EOS in {delta.token_ids[-1] for delta in deltas} or max(len(delta.token_ids) for delta in deltas) == 12
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_searches_come_and_go_among_others_in_small_pools(seed):
+    """Random sizes, arrivals and aborts; what is not aborted gives the answer of the definition, and no block is lost."""
+    rng = random.Random(seed)
+    policy = rng.choice(["priority", "fcfs", "fair", "shortest-prefill", "longest-prefix"])
+    core = make_core(
+        num_blocks=rng.randint(8, 30),
+        max_num_seqs=rng.randint(1, 12),
+        max_num_batched_tokens=rng.choice([1, 3, 8, 64]),
+        enable_prefix_caching=rng.random() < 0.5,
+        policy=policy,
+    )
+    collector, searches, aborted = Collector(), [], set()
+    for i in range(10):
+        prompt = [5 + rng.randrange(3)] * rng.randint(1, 12)
+        fields = {"max_tokens": rng.randint(1, 9), "priority": rng.randrange(3), "stop_token_ids": [9, 10, 11]}
+        if rng.random() < 0.6:
+            width = rng.randint(1, 5)
+            how = {"early_stopping": rng.choice([True, False, "never"]), "length_penalty": rng.choice([0.5, 1.0, 2.0])}
+            order = beams(f"b{i}", prompt, width, n=rng.randint(1, width), **how, **fields)
+            searches.append(order)
+        else:
+            order = request(f"o{i}", prompt, temperature=1.0, n=rng.randint(1, 2), best_of=rng.choice([None, 3]), **fields)
+        collector.expect(order)
+        core.add_request(order)
+        for _ in range(rng.randint(0, 6)):
+            collector.add(core.step())
+            core.check_invariants()
+        if rng.random() < 0.2:
+            aborted.add(order.request_id)
+            collector.add(core.abort([order.request_id]))
+    finish(core, collector)
+    check(collector.outputs, [order for order in searches if order.request_id not in aborted])
+    assert all(output.finished for output in collector.outputs.values()) and core.stats.requests_finished == 10
