@@ -69,6 +69,10 @@ class CompletionDelta:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     #: Only with finish_reason.
     metrics: RequestMetrics | None = None
+    #: Only with finish_reason, where choices were ranked (best_of, beams); else it is the sum of `logprobs`.
+    cumulative_logprob: float | None = None
+    #: Tokens of choices that were drawn and are not returned (best_of), on one delta of the request.
+    num_discarded_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -97,6 +101,8 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     seed: int = 0
+    #: Tokens of choices that were drawn and are not returned (best_of).
+    num_discarded_tokens: int = 0
 
     @property
     def finished(self) -> bool:
@@ -120,6 +126,7 @@ class OutputAccumulator:
             raise ValueError(f"{len(delta.logprobs)} logprobs for {len(delta.token_ids)} tokens of request {delta.request_id}")
         out.num_cached_tokens = max(out.num_cached_tokens, delta.num_cached_tokens)
         out.seed = delta.seed
+        out.num_discarded_tokens += delta.num_discarded_tokens
         if delta.prompt_logprobs is not None:
             out.prompt_logprobs = delta.prompt_logprobs
         choice.text += delta.text
@@ -133,3 +140,5 @@ class OutputAccumulator:
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
             choice.error, choice.metrics = delta.error, delta.metrics
+            if delta.cumulative_logprob is not None:
+                choice.cumulative_logprob = delta.cumulative_logprob

@@ -18,6 +18,8 @@ from octavo.errors import InvalidRequestError, shown
 GREEDY_TEMPERATURE = 1e-5
 
 MAX_N = 128
+#: As many beams as the 20 most probable continuations of each can feed.
+MAX_BEAM_WIDTH = 16
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -26,6 +28,17 @@ MAX_TOKEN_LIST = 4096
 MAX_BAD_WORDS = 256
 
 _MODEL_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
+
+#: What changes the probabilities by which beams are ranked, and the value that asks for nothing.
+_NOT_WITH_BEAMS: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "logprobs_mode": "raw",
+}
 
 
 def _fail(name: str, message: str) -> InvalidRequestError:
@@ -125,6 +138,15 @@ class SamplingParams:
     #: raw: log-softmax of the model's logits, whatever the sampling settings. processed: after all of them.
     logprobs_mode: Literal["raw", "processed"] = "raw"
     skip_special_tokens: bool = True
+    #: Draw so many choices and return the n with the highest logprob a token; None: n.
+    best_of: int | None = None
+    #: Beam search with so many beams instead of drawing; n of the best are returned. None: off.
+    beam_width: int | None = None
+    #: Beams are ranked by their cumulative logprob / length ** length_penalty: above 0 favours long ones.
+    length_penalty: float = 1.0
+    #: When beams stop: True as soon as beam_width have ended; False when the best running one, at its present length, is no
+    #: better than the worst of those; "never" when it could not become better at any length.
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -170,6 +192,26 @@ class SamplingParams:
             set_(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
             set_(self, "logit_bias", self._checked_bias(self.logit_bias))
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            raise _fail("early_stopping", f"must be true, false or 'never', got {shown(self.early_stopping)}")
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1, MAX_N)
+            if self.best_of < self.n:
+                raise _fail("best_of", f"{self.best_of} is smaller than n {self.n}")
+        if self.beam_width is None:
+            return
+        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.beam_width < self.n:
+            raise _fail("beam_width", f"{self.beam_width} is smaller than n {self.n}")
+        if self.best_of is not None:
+            raise _fail("best_of", "does not go with beam_width: n of the beams are returned")
+        for name, neutral in _NOT_WITH_BEAMS.items():
+            if getattr(self, name) not in (None, neutral):
+                raise _fail(name, "does not go with beam search, which ranks by the model's own probabilities")
 
     @staticmethod
     def _checked_bias(bias: Any) -> dict[int, float]:
@@ -191,13 +233,32 @@ class SamplingParams:
         return checked
 
     def resolve(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """A copy whose None fields are filled from `defaults` (the model's generation config), else neutral."""
+        """A copy whose None fields are filled from `defaults` (the model's generation config), else neutral. Beams draw nothing:
+        all of these are neutral for them."""
+        if self.beam_width is not None:
+            settled: dict[str, Any] = {**_MODEL_DEFAULTS, "temperature": 0.0}
+            return self if all(getattr(self, name) == value for name, value in settled.items()) else replace(self, **settled)
         fill: dict[str, Any] = {
             name: defaults[name] if defaults.get(name) is not None else neutral
             for name, neutral in _MODEL_DEFAULTS.items()
             if getattr(self, name) is None
         }
         return replace(self, **fill) if fill else self
+
+    @property
+    def num_choices(self) -> int:
+        """How many are drawn, of which n are returned. Beams are no choices."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are computed side by side: choices or beams."""
+        return self.num_choices if self.beam_width is None else self.beam_width
+
+    @property
+    def whole_only(self) -> bool:
+        """Nothing of an answer is known before all of it is: it cannot be streamed."""
+        return self.beam_width is not None or self.num_choices > self.n
 
     @property
     def greedy(self) -> bool:

@@ -10,6 +10,7 @@ without engine, blocks or batches.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -211,11 +212,27 @@ class FakeExecutor:
         else:
             token = draw(values[-1], params, new.seed, new.choice, len(known.tokens), new.stop_token_ids, num_outputs)
         known.tokens.append(token)
+        if params.beam_width is not None:
+            result.sampled[entry.request_id] = SampledToken(token, proposals(values[-1], params.logprobs))
+            return
         logprobs = None if params.logprobs is None else {token: Logprob(-(values[-1] % 97) / 10, 1), (token + 1) % 32: Logprob(-9.0, 2)}
         result.sampled[entry.request_id] = SampledToken(token, logprobs)
 
     def close(self) -> None:
         self.closed = True
+
+
+def distribution(digest: int) -> list[float]:
+    """Log probability of each token after a digest: what beams are ranked by."""
+    logits = [_mix(digest, token, 3) % 1000 / 200 for token in range(FakeTokenizer.vocab_size)]
+    total = math.log(sum(map(math.exp, logits)))
+    return [logit - total for logit in logits]
+
+
+def proposals(digest: int, most: int) -> dict[int, Logprob]:
+    values = distribution(digest)
+    ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    return {token: Logprob(values[token], rank) for rank, token in enumerate(ranked[:most], start=1)}
 
 
 def prompt_logprob(digest: int, token: int) -> Logprob:

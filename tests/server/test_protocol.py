@@ -91,6 +91,11 @@ EFFECTS = {
     "add_generation_prompt": ({}, False),
     "continue_final_message": ({"messages": [*user(), {"role": "assistant", "content": "x"}]}, True),
     "echo": ({}, True),
+    "best_of": ({}, 3),
+    "use_beam_search": ({}, True),
+    "beam_width": ({}, 3),
+    "length_penalty": ({"use_beam_search": True, "n": 2}, 0.5),
+    "early_stopping": ({"use_beam_search": True, "n": 2}, "never"),
 }
 
 
@@ -155,14 +160,47 @@ def test_a_refused_field_is_refused_unless_it_asks_for_nothing(bodies, endpoint,
 @pytest.mark.parametrize(
     "n, best_of, ok", [(None, 1, True), (None, 2, False), (2, 2, True), (2, 1, False), (2, 3, False), (1, True, False)]
 )
-def test_best_of_must_be_n(bodies, n, best_of, ok):
+def test_best_of_must_be_n_in_a_chat(bodies, n, best_of, ok):
+    outcome = bodies.outcome({"messages": user(), "n": n, "best_of": best_of}, "chat")
+    assert isinstance(outcome, Prepared) == ok and (ok or outcome.param == "best_of")
+
+
+@pytest.mark.parametrize(
+    "n, best_of, ok", [(None, 1, True), (None, 2, True), (2, 2, True), (2, 1, False), (2, 3, True), (1, True, False), (1, 129, False)]
+)
+def test_best_of_is_at_least_n(bodies, n, best_of, ok):
     outcome = bodies.outcome({"prompt": "a", "n": n, "best_of": best_of}, "completions")
     assert isinstance(outcome, Prepared) == ok and (ok or outcome.param == "best_of")
 
 
+def test_what_is_ranked_cannot_be_streamed(bodies):
+    assert "best_of" in bodies.bad("stream", prompt="a", best_of=2, stream=True)
+    assert "beam search" in bodies.bad("stream", messages=user(), use_beam_search=True, stream=True)
+    assert bodies.ok(prompt="a", n=2, best_of=2, stream=True)[0].stream
+
+
+def test_beams_of_vllm_s_dialect(bodies):  # as many beams as answers are asked for
+    assert bodies.order(messages=user(), use_beam_search=True, n=3).sampling_params.beam_width == 3
+    assert bodies.order(prompt="a", use_beam_search=True, n=2, best_of=5).sampling_params.beam_width == 5
+    assert bodies.order(prompt="a", beam_width=5).sampling_params.beam_width == 5
+    assert bodies.order(prompt="a", use_beam_search=False).sampling_params.beam_width is None
+    params = bodies.order(prompt="a", beam_width=4, n=2, early_stopping="never", length_penalty=0).sampling_params
+    assert (params.n, params.early_stopping, params.length_penalty) == (2, "never", 0)
+    assert bodies.bad("n", prompt="a", use_beam_search=True, n=17)
+    assert bodies.bad("best_of", prompt="a", use_beam_search=True, best_of=17)
+    assert bodies.bad("beam_width", prompt="a", beam_width=17)
+    assert bodies.bad("beam_width", prompt="a", beam_width=0)
+    assert bodies.bad("early_stopping", prompt="a", beam_width=2, early_stopping="sometimes")
+    assert bodies.bad("presence_penalty", prompt="a", beam_width=2, presence_penalty=1)
+
+
+def test_settings_of_beams_without_beams_are_listed(bodies):
+    assert bodies.ok(prompt="a", length_penalty=2.0, early_stopping=True)[0].ignored == ["length_penalty", "early_stopping"]
+
+
 def test_zero_is_not_false_and_one_is_not_true(bodies):
     assert bodies.outcome({"messages": user(), "echo": 0}).param == "echo"
-    assert bodies.outcome({"messages": user(), "use_beam_search": False}).ignored == []
+    assert bodies.outcome({"messages": user(), "detokenize": True}).ignored == []
     assert bodies.outcome({"prompt": "a", "detokenize": 1}).param == "detokenize"
 
 

@@ -397,3 +397,28 @@ def test_a_chat_with_everything(engine):
             assert len(one["top_logprobs"]) == 3 and one["top_logprobs"][0]["token"] == one["token"]
     assert len(whole["prompt_logprobs"]) == whole["usage"]["prompt_tokens"] and whole["prompt_logprobs"][0] is None
     assert all(1 <= len(position) <= 2 for position in whole["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize(
+    "body, drawn, returned",
+    [
+        ({"prompt": "The sea is", "n": 2, "best_of": 4, "temperature": 1.0, "seed": 3}, 4, 2),
+        ({"prompt": "The sea is", "n": 2, "beam_width": 4}, 2, 2),
+        ({"prompt": "The sea is", "n": 3, "use_beam_search": True, "logprobs": 1}, 3, 3),
+    ],
+    ids=str,
+)
+def test_ranked_answers_and_what_they_cost(engine, body, drawn, returned):
+    """best_of counts the tokens of all choices, beams those that are returned."""
+    bodies, core = engine
+    outcome = bodies.outcome({**body, "max_tokens": 6, "ignore_eos": True}, "completions")
+    reply = WholeReply("completions", outcome, Head("cmpl-1", 1))
+    core.add_request(decode_request(outcome.prompts[0].request))
+    while core.has_unfinished_requests():
+        reply.add(core.step())
+    found = strict(reply.body())
+    assert reply.failure is None and [choice["index"] for choice in found["choices"]] == list(range(returned))
+    assert len({choice["text"] for choice in found["choices"]}) == returned
+    assert found["usage"]["completion_tokens"] == 6 * drawn
+    for choice in found["choices"] if "logprobs" in body else ():
+        assert len(choice["logprobs"]["tokens"]) == 6

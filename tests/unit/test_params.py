@@ -14,6 +14,7 @@ from octavo.errors import InvalidRequestError, shown
 from octavo.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_BAD_WORDS,
+    MAX_BEAM_WIDTH,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_CHARS,
@@ -26,13 +27,15 @@ FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 NUMBERS = {
     "temperature": (0.0, 1e6), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "typical_p": (0.0, 1.0),
     "repetition_penalty": (1e-3, 1e3), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0),
+    "length_penalty": (-10.0, 10.0),
 }  # fmt: skip
 INTEGERS = {
     "n": (1, MAX_N), "top_k": (-1, 2**31 - 1), "max_tokens": (1, 2**31 - 1), "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS), "seed": (-(2**63), 2**64 - 1),
+    "best_of": (1, MAX_N), "beam_width": (1, MAX_BEAM_WIDTH),
 }  # fmt: skip
 OPTIONAL = {"temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "logit_bias", "max_tokens",
-            "allowed_token_ids", "seed", "logprobs", "prompt_logprobs"}  # fmt: skip
+            "allowed_token_ids", "seed", "logprobs", "prompt_logprobs", "best_of", "beam_width"}  # fmt: skip
 
 
 def refused(**fields) -> str:
@@ -276,3 +279,31 @@ def test_shown_is_one_short_line(value, limit):
 
 def test_shown_survives_a_hostile_repr():
     assert shown(Hostile()) == "<Hostile>" and shown(HUGE) == "<int>"
+
+
+def test_ranked_choices_and_beams_are_at_least_n():
+    assert SamplingParams(n=2, best_of=2).num_choices == 2 and not SamplingParams(n=2, best_of=2).whole_only
+    assert SamplingParams(n=2, best_of=5).num_choices == 5 and SamplingParams(n=2, best_of=5).whole_only
+    assert SamplingParams(beam_width=1).whole_only and SamplingParams(beam_width=4).num_sequences == 4
+    assert "smaller than n" in refused(n=3, best_of=2)
+    assert "smaller than n" in refused(n=3, beam_width=2)
+    assert "beam_width" in refused(beam_width=2, best_of=2)
+    assert "never" in refused(early_stopping="always")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}, {"logit_bias": {1: 1}},
+     {"allowed_token_ids": [1]}, {"bad_words": ["x"]}, {"logprobs_mode": "processed"}],
+    ids=str,
+)  # fmt: skip
+def test_beams_are_ranked_by_the_model_alone(field):
+    assert "beam search" in refused(beam_width=2, **field)
+    neutral = {"repetition_penalty": 1, "logit_bias": {}, "bad_words": [], "presence_penalty": 0}
+    assert SamplingParams(beam_width=2, **neutral).beam_width == 2
+
+
+def test_the_model_s_defaults_do_not_reach_beams():
+    resolved = SamplingParams(beam_width=2, temperature=0.7).resolve({"repetition_penalty": 1.3, "temperature": 0.6, "top_k": 5})
+    assert (resolved.temperature, resolved.repetition_penalty, resolved.top_k, resolved.greedy) == (0.0, 1.0, 0, True)
+    assert resolved.resolve({"top_k": 7}) is resolved

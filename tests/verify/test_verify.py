@@ -58,7 +58,7 @@ def test_everything_holds(clean):
     assert clean.holds and clean.first is None
     names = [one.name for one in clean.rows]
     for name in ("kv cache", "chunks of 1", "chunks of 7", "chunks of 64", "chunks of all", "batched", "shuffled", "prefix hit",
-                 "preemption", "fork n=4", "together", "replayed", "streamed", "reference"):  # fmt: skip
+                 "preemption", "fork n=4", "beams", "together", "replayed", "streamed", "reference"):  # fmt: skip
         assert name in names and row(clean, name).status == "holds", name
     assert any(name.startswith("threads ") for name in names)
     for one in clean.rows:
@@ -82,8 +82,9 @@ def test_counters_prove_that_it_happened(clean):
     assert row(clean, "prefix hit").counters["blocks copied"] == 1  # the prompt of whole blocks
     assert row(clean, "preemption").counters["preemptions"] >= 4
     forked = row(clean, "fork n=4").counters
-    assert forked["forks"] == forked["blocks copied"] == 8 and forked["blocks shared"] > 8
+    assert forked["forks"] == 8 and forked["blocks copied"] == 6 and forked["blocks shared"] > 8
     assert row(clean, "replayed").counters["steps replayed"] > 0
+    assert row(clean, "beams").counters["forks of beams"] > 2 * 3 * 6 and row(clean, "beams").positions > 2 * 3 * 6
     assert row(clean, "streamed").counters["withheld and released"] > 0
     assert row(clean, "reference").largest_difference > 0 and not row(clean, "reference").bitwise
 
@@ -128,6 +129,11 @@ def test_faults_stay_where_they_belong(planted):
     for name, allowed in (("shared-tail", {"fork n=4", "together"}), ("stale-block", {"prefix hit", "together", "streamed"})):
         report = planted(name)
         assert {one.name for one in report.rows if one.status == "differs"} <= allowed
+
+
+def test_beams_that_write_into_a_shared_block_are_caught(planted):
+    beams = row(planted("shared-tail"), "beams")
+    assert beams.status == "failed" and "logits differ" in beams.why and not planted("shared-tail").holds
 
 
 def test_certificates_of_two_runs_have_one_digest(tiny, clean):

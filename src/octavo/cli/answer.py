@@ -31,7 +31,7 @@ class Answer:
     interrupted: bool = False
     ttft: float = 0.0
     total: float = 0.0
-    #: Tokens of all choices.
+    #: Tokens of all choices, also of those that were drawn and not returned.
     num_tokens: int = field(default=0)
     #: Deltas with text: all that can be counted where tokens are not told apart.
     num_pieces: int = 0
@@ -79,7 +79,7 @@ def read_answer(start: Callable[[], Iterator[CompletionDelta]], n: int, show: Ca
         try:
             for delta in deltas:
                 joined.add(delta)
-                answer.num_tokens += len(delta.token_ids)
+                answer.num_tokens += len(delta.token_ids) + delta.num_discarded_tokens
                 answer.num_pieces += bool(delta.text)
                 answer.num_prompt_tokens = delta.num_prompt_tokens or answer.num_prompt_tokens
                 if not answer.ttft and (delta.token_ids or delta.text):

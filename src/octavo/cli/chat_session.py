@@ -21,7 +21,9 @@ from octavo.sampling_params import SamplingParams
 Message = dict[str, str]
 
 #: Of no use where one answer is shown as text.
-NOT_SETTABLE = frozenset({"n", "logprobs", "prompt_logprobs", "logprobs_mode"})
+NOT_SETTABLE = frozenset({
+    "n", "logprobs", "prompt_logprobs", "logprobs_mode", "best_of", "beam_width", "length_penalty", "early_stopping",
+})  # fmt: skip
 #: Room kept for the answer when old turns have to go.
 MAX_RESERVED_TOKENS = 512
 

@@ -50,6 +50,10 @@ SAMPLING_HELP = {
     "prompt_logprobs": "the same for the tokens of the prompt (with --json)",
     "logprobs_mode": "raw: before, processed: after the sampling settings",
     "skip_special_tokens": "leave special tokens out of the text",
+    "best_of": "draw so many answers, show the n most probable ones (by log probability a token)",
+    "beam_width": "beam search with so many beams; shows the n best",
+    "length_penalty": "above 0: beam search favours long answers",
+    "early_stopping": "beam search ends when beam_width answers have: true; when none better is likely: false; is possible: never",
 }
 #: Given once for each value, since the values may hold commas.
 REPEATED = frozenset(name for cls in (SamplingParams, ServerConfig) for name, kind in field_types(cls).items() if is_text_list(kind))
@@ -129,6 +133,8 @@ def _metavar(annotation: Any) -> str:
     kinds = [kind for kind in typing.get_args(annotation) or (annotation,) if kind is not type(None)]
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(kinds)
+    if kinds[0] is bool:  # or a word
+        return "|".join(["true", "false", *typing.get_args(kinds[1])])
     if {typing.get_origin(kind) for kind in (annotation, *kinds)} & {Sequence, Mapping}:
         return "TEXT" if is_text_list(annotation) else "LIST"
     return {(int,): "INTEGER", (float,): "NUMBER", (str,): "TEXT", (int, str): "SIZE"}[tuple(kinds)]

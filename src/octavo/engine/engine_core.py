@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from time import perf_counter
 
 from octavo.config import EngineConfig
+from octavo.engine.beam_search import BeamSearch
+from octavo.engine.best_of import BestOf
 from octavo.engine.events import EntryEvent, EventLog, Finish, StepEvent
 from octavo.engine.executor import Clock, Executor
 from octavo.engine.input_processor import EngineTokenizer, check_pool
@@ -39,6 +41,9 @@ class EngineCore:
         self.events = EventLog(config.event_history)
         #: Requests with an unfinished choice, by the caller's id: the parent where n > 1.
         self._requests: dict[str, Request] = {}
+        #: Those whose answer is known only as a whole, by id: what their choices or beams have come to.
+        self._gathering: dict[str, BestOf] = {}
+        self._searches: dict[str, BeamSearch] = {}
         self._num_added = 0
         #: Deltas made outside a step; the next one returns them.
         self._early: list[CompletionDelta] = []
@@ -77,6 +82,10 @@ class EngineCore:
         self._num_added += 1
         self._stats.requests_added += 1
         self._requests[request.request_id] = added = Request(request, self._num_added)
+        if request.sampling_params.beam_width is not None:
+            self._searches[request.request_id] = BeamSearch(added, self.outputs)
+        elif request.sampling_params.whole_only:
+            self._gathering[request.request_id] = BestOf(request)
         self.scheduler.add(added)
 
     def has_room(self, request: EngineRequest) -> bool:
@@ -104,7 +113,7 @@ class EngineCore:
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                deltas += self._end_request(request, Ending("abort"))
+                deltas += self._gathered(self._end_request(request, Ending("abort")))
         return deltas
 
     def has_request(self, request_id: str) -> bool:
@@ -132,6 +141,8 @@ class EngineCore:
         if self._dead != "it was closed":
             self._dead = "it was closed"
             self._requests.clear()
+            self._gathering.clear()
+            self._searches.clear()
             self.executor.close()
 
     # A step
@@ -187,18 +198,25 @@ class EngineCore:
         for request, entry in self.scheduler.complete_step(result.errors):
             event.entries.append(EntryEvent(request.request_id, entry.start, entry.num_tokens, entry.kind, entry.why, entry.blocks))
             error = result.errors.get(request.request_id)
+            if request.status.finished:
+                continue  # another beam of it has failed
             if error is not None:
                 self._stats.requests_failed += 1
                 deltas += self._end_request(request, Ending("error"), error)
                 continue
             if (found := result.prompt_logprobs.get(request.request_id)) is not None:
                 request.add_prompt_logprobs(entry.start, found)
-            if entry.sample:
+            if entry.sample and (search := self._searches.get(request.origin.request_id)) is not None:
+                self._take_proposals(search, request, result)
+            elif entry.sample:
                 deltas.append(self._take_token(request, result))
+        for search in [search for search in self._searches.values() if search.ready]:
+            deltas += self._advance(search)
         for parent in self.scheduler.computed_parents():
             deltas += self._prompt_computed(parent)
         if self.scheduler.stuck is not None:
             deltas += self._end_request(self.scheduler.stuck, Ending("error"), "it could not be scheduled although nothing else runs")
+        deltas = self._gathered(deltas)
         event.finished = [d.request_id for d in deltas if d.finish_reason is not None]
         return deltas
 
@@ -207,14 +225,27 @@ class EngineCore:
         self._stats.tokens_sampled += 1
         self.scheduler.append_token(request, sampled.token_id)
         delta, ending = self.outputs.add_token(request, sampled)
-        self._detokenise += perf_counter() - (request.metrics.last_token or 0.0)  # which add_token has just set
+        self._detokenise += self.clock() - (request.metrics.last_token or 0.0)  # which add_token has just set
         return delta if ending is None else self._end_choice(request, delta, ending)
+
+    def _take_proposals(self, search: BeamSearch, beam: Request, result: StepResult) -> None:
+        self._stats.tokens_sampled += 1
+        self.scheduler.hold_beam(beam)
+        search.take(beam, result.sampled[beam.request_id])
+
+    def _advance(self, search: BeamSearch) -> list[CompletionDelta]:
+        """All beams of a search are computed: those that go on are queued, the others let go."""
+        for beam, children in search.advance():
+            self.scheduler.branch(beam, children)
+        return self._end_search(search) if search.over else []
 
     def _prompt_computed(self, request: Request) -> list[CompletionDelta]:
         """The prompt of a prefill-only request is done: it ends (max_tokens 0), or its children start."""
         if request.origin.max_tokens == 0:
             return self._end_request(request, Ending("length"))
-        self.scheduler.hold(request)
+        children = self.scheduler.hold(request)
+        if (search := self._searches.get(request.request_id)) is not None:
+            search.start(children[0])
         wants_logprobs = request.origin.sampling_params.prompt_logprobs is not None
         return [self.outputs.delta(request)] if wants_logprobs else []
 
@@ -226,20 +257,54 @@ class EngineCore:
         self.outputs.close(request, delta, ending, error)
         top = request.parent or request
         if all(choice.status.finished for choice in top.children):
-            self._requests.pop(top.request_id, None)
-            self._stats.requests_finished += 1
-            self._stats.requests_aborted += ending.reason == "abort"
-        metrics = request.metrics
-        self._ends.append(
-            Finish(
-                request.request_id, ending.reason, metrics.first_token, perf_counter(), request.num_output_tokens, metrics.num_preemptions
-            )
-        )
+            self._forget(top, ending)
+        self._note_end(request, ending)
         self._log(request, ending)
         return delta
 
+    def _forget(self, top: Request, ending: Ending) -> None:
+        self._requests.pop(top.request_id, None)
+        self._stats.requests_finished += 1
+        self._stats.requests_aborted += ending.reason == "abort"
+
+    def _note_end(self, request: Request, ending: Ending) -> None:
+        """For the record of this step."""
+        metrics = request.metrics
+        self._ends.append(
+            Finish(request.request_id, ending.reason, metrics.first_token, self.clock(), request.num_output_tokens, metrics.num_preemptions)
+        )
+
+    def _end_search(self, search: BeamSearch, ending: Ending | None = None, error: str | None = None) -> list[CompletionDelta]:
+        """The answer of a beam search, which is over or (`ending`) broken off."""
+        top, beams, deltas = search.top, search.requests, search.deltas(ending, error)
+        ending = ending or Ending("stop")
+        del self._searches[top.request_id]
+        for request in (*beams, top):
+            self.outputs.forget(request)
+            self.scheduler.finish(request, RequestStatus.of(ending.reason))
+        self._forget(top, ending)
+        self._note_end(top, ending)
+        self._log(top, ending)
+        return deltas
+
+    def _gathered(self, deltas: list[CompletionDelta]) -> list[CompletionDelta]:
+        """What callers get of these: of a request with best_of > n nothing, until all its choices have ended."""
+        if not self._gathering:
+            return deltas
+        found: list[CompletionDelta] = []
+        for delta in deltas:
+            gathering = self._gathering.get(delta.request_id)
+            if gathering is None:
+                found.append(delta)
+            elif whole := gathering.add(delta):
+                found += whole
+                del self._gathering[delta.request_id]
+        return found
+
     def _end_request(self, request: Request, ending: Ending, error: str | None = None) -> list[CompletionDelta]:
-        """End a choice, or all that is left of a parent, without a new token."""
+        """End a choice, or all that is left of a parent or of a beam search, without a new token."""
+        if (search := self._searches.get(request.origin.request_id)) is not None:
+            return self._end_search(search, ending, error)
         if request.prefill_only and not request.children:
             request.make_children()  # never queued: they only stand for the n answers
         elif not request.prefill_only:
@@ -265,7 +330,8 @@ class EngineCore:
         self._executing = False
         self.scheduler.drop(undelivered)
         for request in requests:
-            self._early += self._end_request(request, Ending("abort"))
+            self._early += self._gathered(self._end_request(request, Ending("abort")))
+        self._gathering.clear()
 
     # Bookkeeping
 

@@ -152,9 +152,10 @@ class KVCacheManager:
         return done
 
     def fork(self, parent: Request, child: Request, *, last: bool, headroom: int = 0) -> bool:
-        """Start a child on all blocks of its parent, which has computed the prompt but its last token.
+        """Start a child on all blocks of its parent, which has computed all but the child's last token.
 
-        The `last` child takes the parent's place, so that a partial last block can be written where it is.
+        The `last` child takes the parent's place, so that a partial last block can be written where it is: n children make
+        n - 1 copies of it, also in one step.
         """
         source = self._holdings[parent.request_id]
         if last:
@@ -211,7 +212,7 @@ class KVCacheManager:
         plans = []
         for group, (pool, table) in enumerate(zip(self.pools, holding.tables, strict=True)):
             written = range(first, min(needed, len(table)))
-            shared = [index for index in written if pool.ref_counts[table[index]] > 1 or pool.is_cached(table[index])]
+            shared = [index for index in written if self._is_shared(group, table[index])]
             fresh = max(0, needed - len(table))
             if fresh + len(shared) > 0 and fresh + len(shared) + headroom > pool.num_free:
                 return False
@@ -225,6 +226,14 @@ class KVCacheManager:
                 self.stats.blocks_copied += 1
             table.extend(pool.take() for _ in range(fresh))
         return True
+
+    def _is_shared(self, group: int, block_id: int) -> bool:
+        """Somebody would see it if the block were written. Not who only waits to copy it: copies run before anything writes."""
+        pool = self.pools[group]
+        holders = pool.ref_counts[block_id]
+        if holders > 1 and self._copies:
+            holders -= sum(copy.group == group and copy.source == block_id for copies in self._copies.values() for copy in copies)
+        return holders > 1 or pool.is_cached(block_id)
 
     def has_slot(self, request: Request) -> bool:
         """The next token of a request can be written without another block: what `allocate_slots` would find, for one token."""

@@ -61,6 +61,15 @@ class OutputProcessor:
             )
         return choice
 
+    def fork(self, request: Request, child: Request) -> None:
+        """The child goes on from the text of `request`."""
+        choice = self._choice(request)
+        self._choices[child.request_id] = replace(choice, detokenizer=choice.detokenizer.copy(), stop=choice.stop.copy())
+
+    def forget(self, request: Request) -> None:
+        """Nothing follows, and there is no last delta."""
+        self._choices.pop(request.request_id, None)
+
     def add_token(self, request: Request, sampled: SampledToken) -> tuple[CompletionDelta, Ending | None]:
         """The delta of one drawn token, which is the last in `request.token_ids`; and the ending, if this was it.
 

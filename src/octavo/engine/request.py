@@ -2,7 +2,8 @@
 
 Owner: the engine core makes a Request from an EngineRequest; from then on only the scheduler and the core change it.
 A prompt with n > 1 is one parent Request, which computes the prompt but its last token, and n children that share its
-blocks and sample. Not here: KV blocks (kv_cache_manager.py), text (output_processor.py), policies (scheduler.py).
+blocks and sample. A beam is such a child, and in turn the parent of those that continue it.
+Not here: KV blocks (kv_cache_manager.py), text (output_processor.py), policies (scheduler.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from time import perf_counter
 from octavo.engine.executor import ExecutorInfo
 from octavo.engine.scheduler_output import NewRequest, TokenKind
 from octavo.outputs import FinishReason, PositionLogprobs, RequestMetrics
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
 
 #: A request waits for another one to compute the beginning that both share at most so long, in all its life.
 MOST_FOLLOWING_STEPS = 64
@@ -25,7 +26,7 @@ class RequestStatus(Enum):
     RUNNING = "running"
     #: Freed by a preemption and queued again; it will recompute what it had.
     PREEMPTED = "preempted"
-    #: A parent whose prompt is computed; it keeps the blocks until every child has been admitted.
+    #: A parent that has computed all its tokens; it keeps the blocks until every child has been admitted.
     HOLDING = "holding"
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
@@ -100,7 +101,8 @@ class Request:
         self.parent = parent
         self.choice = choice
         #: Parents, and requests that only want prompt logprobs: nothing is sampled from them.
-        self.prefill_only = parent is None and (params.n > 1 or origin.max_tokens == 0)
+        several = params.num_choices > 1 or params.beam_width is not None
+        self.prefill_only = parent is None and (several or origin.max_tokens == 0)
         self.request_id = origin.request_id if parent is None else f"{origin.request_id}#{choice}"
         #: By arrival; a parent comes before its children. No two requests have the same.
         self.order = (arrival_index, choice if parent is not None else -1)
@@ -132,6 +134,7 @@ class Request:
         self.metrics = RequestMetrics(arrival=origin.arrival)
         #: time.perf_counter, for the record of steps.
         self.added = perf_counter()
+        self._worker_params: SamplingParams = _worker_params(origin) if parent is None else parent._worker_params
 
     @property
     def _wants_prompt_logprobs(self) -> bool:
@@ -188,8 +191,10 @@ class Request:
         return self.prompt_logprobs
 
     def make_children(self) -> list[Request]:
-        """The n choices of a parent, in order."""
-        children = [Request(self.origin, self.arrival_index, parent=self, choice=i) for i in range(self.origin.sampling_params.n)]
+        """The choices of a parent, in order; or the first beam."""
+        params = self.origin.sampling_params
+        count = params.num_choices if params.beam_width is None else 1
+        children = [Request(self.origin, self.arrival_index, parent=self, choice=i) for i in range(count)]
         for child in children:
             child.num_cached_tokens = self.num_cached_tokens
             child.metrics = replace(self.metrics)
@@ -198,7 +203,7 @@ class Request:
 
     def for_worker(self) -> NewRequest:
         """What a worker must know to start it, or to start it again."""
-        params = self.origin.sampling_params
+        params = self._worker_params
         if params.prompt_logprobs is not None and (not self._wants_prompt_logprobs or self.prompt_logprobs_sent):
             params = replace(params, prompt_logprobs=None)  # delivered already, or by the parent
         return NewRequest(
@@ -212,3 +217,28 @@ class Request:
             bad_words_ids=self.origin.bad_words_ids,
             adapter=self.origin.adapter,
         )
+
+    def continued(self, token_id: int, choice: int) -> Request:
+        """A beam that goes on from this one with `token_id`."""
+        child = Request(self.origin, self.arrival_index, parent=self, choice=choice)
+        child.token_ids = [*self.token_ids, token_id]
+        child.num_cached_tokens = self.num_cached_tokens
+        child.metrics = replace(self.metrics, num_preemptions=0)
+        return child
+
+
+def _worker_params(origin: EngineRequest) -> SamplingParams:
+    """The order's, with the logprobs that the engine itself needs for ranking.
+
+    The best w continuations that go on are among the w + s most probable ones of each beam, s being the ids that end it; twice w
+    are asked for at least, since a stop string may end some.
+    """
+    params = origin.sampling_params
+    if params.beam_width is not None:
+        width = params.beam_width
+        needed = min(MAX_LOGPROBS, width + max(width, len(origin.stop_token_ids)))
+    elif params.num_choices > params.n:
+        needed = 0
+    else:
+        return params
+    return replace(params, logprobs=max(needed, params.logprobs or 0))

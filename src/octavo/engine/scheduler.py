@@ -71,7 +71,7 @@ class Scheduler:
         #: Running requests with a token to compute before they can sample, and those exactly one token behind.
         self.prefilling: dict[str, Request] = {}
         self.decoding: OrderedDict[str, Request] = OrderedDict()
-        #: Parents whose children are not all admitted yet.
+        #: Parents whose children are not all admitted yet, and beams that wait for the other beams.
         self.holding: dict[str, Request] = {}
         self.plan = self._empty_plan()
         self._no_blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in kv.pools)
@@ -156,6 +156,23 @@ class Scheduler:
         for child in parent.make_children():
             self.add(child)
         return parent.children
+
+    def hold_beam(self, beam: Request) -> None:
+        """A beam knows what may follow it: it keeps its blocks until its continuations start, or until memory is short."""
+        del self.prefilling[beam.request_id]
+        self.holding[beam.request_id] = beam
+        beam.status = RequestStatus.HOLDING
+        self.waiting.generated(beam)
+
+    def branch(self, beam: Request, children: list[Request]) -> None:
+        """Queue the continuations of a beam that holds its blocks, or has lost them; without any it is over."""
+        beam.children, beam.num_children_to_admit = children, len(children)
+        if not children:
+            self.finish(beam, RequestStatus.FINISHED_PARENT)
+        if beam.status.finished:
+            _lose_blocks(beam)
+        for child in children:
+            self.add(child)
 
     def computed_parents(self) -> list[Request]:
         """Running prefill-only requests with nothing missing any more."""
@@ -379,6 +396,8 @@ class Scheduler:
         self.plan.preempted.append(request.request_id)
         self.stats.preemptions += 1
         if request.status is RequestStatus.HOLDING:
+            if request.parent is not None:
+                _lose_blocks(request)
             self.finish(request, RequestStatus.FINISHED_PARENT)
             return
         self._detach(request)
@@ -440,8 +459,17 @@ class Scheduler:
         for request in self.decoding.values():
             assert request.num_missing_tokens == 1 and not request.prefill_only
         for parent in self.holding.values():
-            assert parent.status is RequestStatus.HOLDING and parent.num_children_to_admit > 0
+            assert parent.status is RequestStatus.HOLDING
+            assert parent.num_children_to_admit > 0 or (parent.parent is not None and not parent.children)
         assert self.num_waiting_tokens >= 0 and (self.num_waiting_tokens == 0 or self.num_waiting > 0)
+
+
+def _lose_blocks(beam: Request) -> None:
+    """Those that continue it and have not started will compute again what it held."""
+    for child in beam.children:
+        if not child.was_admitted:
+            child.num_lost_tokens = beam.num_computed_tokens
+            child.metrics.num_preemptions += 1
 
 
 def _queued_tokens(request: Request) -> int:

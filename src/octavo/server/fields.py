@@ -20,7 +20,7 @@ _BOTH = {
     "model", "max_tokens", "temperature", "top_p", "n", "stop", "stream", "stream_options", "seed", "logprobs", "logit_bias",
     "presence_penalty", "frequency_penalty", "top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "ignore_eos",
     "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "prompt_logprobs", "cache_salt",
-    "priority", "skip_special_tokens",
+    "priority", "skip_special_tokens", "use_beam_search", "beam_width", "length_penalty", "early_stopping",
 }  # fmt: skip
 _CHAT = {
     "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "continue_final_message",
@@ -29,21 +29,20 @@ _CHAT = {
 
 HONOURED: Mapping[Endpoint, frozenset[str]] = {
     "chat": frozenset(_BOTH | _CHAT),
-    "completions": frozenset(_BOTH | {"prompt", "echo"}),
+    "completions": frozenset(_BOTH | {"prompt", "echo", "best_of"}),
 }
 
 #: Bookkeeping and hints about speed, settings of features that are refused when they are asked for, and vLLM's switches
 #: between ways to the same text.
 IGNORED = frozenset({
     "store", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "prediction", "parallel_tool_calls", "request_id", "length_penalty", "early_stopping",
+    "prompt_cache_options", "prediction", "parallel_tool_calls", "request_id",
     "spaces_between_special_tokens", "guided_decoding_backend", "guided_whitespace_pattern",
 })  # fmt: skip
 
 #: Field -> values besides null that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
-    "use_beam_search": (False,),
     "logits_processors": ([],),
     "structured_outputs": ({},),
     "guided_json": (),
@@ -82,7 +81,6 @@ _REFUSED_CHAT: dict[str, tuple[Any, ...]] = {
 }
 _REFUSED_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "best_of": (),  # and n itself: see `_asks_for_nothing`
     "prompt_embeds": ([],),
     "add_special_tokens": (True,),
     "max_completion_tokens": (),
@@ -90,7 +88,7 @@ _REFUSED_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     "messages": (),
 }
 REFUSED: Mapping[Endpoint, Mapping[str, tuple[Any, ...]]] = {
-    "chat": _REFUSED | _REFUSED_CHAT | {"prompt": (), "best_of": ()},
+    "chat": _REFUSED | _REFUSED_CHAT | {"prompt": (), "best_of": ()},  # best_of: and n itself, see `_asks_for_nothing`
     "completions": _REFUSED | _REFUSED_COMPLETIONS,
 }
 #: What to say instead of "is not supported".
@@ -100,7 +98,6 @@ _INSTEAD = {
     ("completions", "messages"): "is a field of /v1/chat/completions: use prompt",
     ("chat", "prompt"): "is a field of /v1/completions: use messages",
     ("chat", "best_of"): "must be equal to n",
-    ("completions", "best_of"): "must be equal to n",
     ("chat", "chat_template"): "is not accepted: the server uses the model's own template",
 }
 

@@ -19,7 +19,7 @@ from octavo.engine.core_messages import encode_request
 from octavo.engine.input_processor import MAX_SALT_CHARS, EngineTokenizer, InputProcessor, Prompt
 from octavo.engine.request import EngineRequest
 from octavo.errors import InvalidRequestError, shown
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import MAX_BEAM_WIDTH, SamplingParams
 from octavo.server import fields, json_body
 from octavo.server.prepared import Endpoint, Job, Outcome, Prepared, PreparedPrompt, Refused
 from octavo.server.protocol import ChatRequest, CompletionRequest, checked
@@ -31,8 +31,10 @@ MAX_LOGPROBS = 250_000
 _SAMPLING = (
     "n", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids", "seed",
-    "skip_special_tokens",
+    "skip_special_tokens", "length_penalty", "early_stopping",
 )  # fmt: skip
+#: They mean something only with beams.
+_OF_BEAMS = ("length_penalty", "early_stopping")
 #: Names of our own in messages -> names in a body.
 _RENAMED: dict[Endpoint, dict[str, str]] = {"chat": {"logprobs": "top_logprobs", "prompt": "messages"}, "completions": {}}
 
@@ -56,6 +58,9 @@ def prepare(job: Job, intake: Intake) -> Outcome:
         request = checked(job.endpoint, honoured)
         _check_stream_options(request)
         params = _sampling(request)
+        _check_whole(request, params)
+        if params.beam_width is None:
+            ignored += [name for name in _OF_BEAMS if name in honoured]
         made = _chat(job, request, params, intake) if isinstance(request, ChatRequest) else _completions(job, request, params, intake)
         _check_logprobs(made)
         return _prepared(job, request, made, intake, ignored)
@@ -105,6 +110,24 @@ def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
         raise _fail("stream_options", "is only allowed together with stream: true")
 
 
+def _check_whole(request: ChatRequest | CompletionRequest, params: SamplingParams) -> None:
+    if request.stream and params.whole_only:
+        what = "beam search" if params.beam_width is not None else "best_of larger than n"
+        raise _fail("stream", f"an answer by {what} is known only when all of it is: ask without stream")
+
+
+def _ranking(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    """best_of and beam_width. In vLLM's dialect a beam search has as many beams as answers are drawn (best_of, n)."""
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    width = request.beam_width
+    if width is None and request.use_beam_search:
+        name, width = ("n", request.n) if best_of is None else ("best_of", best_of)
+        if width > MAX_BEAM_WIDTH:
+            raise _fail(name, f"beam search has at most {MAX_BEAM_WIDTH} beams")
+        best_of = None
+    return {"best_of": best_of, "beam_width": width}
+
+
 def _sampling(request: ChatRequest | CompletionRequest) -> SamplingParams:
     chosen = {name: getattr(request, name) for name in _SAMPLING}
     logprobs, prompt_logprobs, max_tokens = request.logprobs, request.prompt_logprobs, request.max_tokens
@@ -125,6 +148,7 @@ def _sampling(request: ChatRequest | CompletionRequest) -> SamplingParams:
     try:
         return SamplingParams(
             **chosen,
+            **_ranking(request),
             include_stop_in_output=request.include_stop_str_in_output,
             max_tokens=max_tokens,
             logprobs=logprobs,
@@ -146,13 +170,15 @@ def cache_scope(key_scope: str | None, cache_salt: str | None) -> str | None:
 # Prompts
 
 
-def _check_choices(count: int, intake: Intake) -> None:
+def _check_choices(prompts: int, params: SamplingParams, intake: Intake) -> None:
+    count = prompts * params.num_sequences
     if count > intake.max_choices:
-        raise _fail("n", f"asks for {count} answers, at most {intake.max_choices} are allowed in one request")
+        name = next(name for name in ("beam_width", "best_of", "n") if getattr(params, name) is not None)
+        raise _fail(name, f"asks for {count} answers, at most {intake.max_choices} are allowed in one request")
 
 
 def _chat(job: Job, request: ChatRequest, params: SamplingParams, intake: Intake) -> list[EngineRequest]:
-    _check_choices(params.n, intake)
+    _check_choices(1, params, intake)
     opens = request.add_generation_prompt
     salt = cache_scope(job.key_scope, request.cache_salt)
     try:
@@ -177,7 +203,7 @@ def _completions(job: Job, request: CompletionRequest, params: SamplingParams, i
     prompts = prompts_of(request.prompt)
     if len(prompts) > intake.max_prompts:
         raise _fail("prompt", f"holds {len(prompts)} prompts, at most {intake.max_prompts} are allowed in one request")
-    _check_choices(len(prompts) * params.n, intake)  # before any of them is tokenised
+    _check_choices(len(prompts), params, intake)  # before any of them is tokenised
     salt = cache_scope(job.key_scope, request.cache_salt)
     made = []
     for index, prompt in enumerate(prompts):
@@ -217,7 +243,7 @@ def prompts_of(value: Any) -> list[Prompt]:
 def _check_logprobs(made: Sequence[EngineRequest]) -> None:
     params = made[0].sampling_params
     of_prompts = sum(len(request.prompt_token_ids) for request in made) * ((params.prompt_logprobs or 0) + 1)
-    of_answers = sum(request.max_tokens for request in made) * params.n * ((params.logprobs or 0) + 1)
+    of_answers = sum(request.max_tokens for request in made) * params.num_sequences * ((params.logprobs or 0) + 1)
     for name, asked, count, advice in (
         ("prompt_logprobs", params.prompt_logprobs, of_prompts, "ask for fewer"),
         ("logprobs", params.logprobs, of_answers, "ask for fewer, or lower max_tokens or n"),

@@ -39,6 +39,7 @@ _MESSAGE = {
     "required": ["role"],
 }
 Messages = Annotated[Any, _listed(_array(_MESSAGE))]
+EarlyStopping = Annotated[Any, _listed({"type": "boolean"}, {"const": "never"})]
 
 
 class StreamOptions(BaseModel):
@@ -78,6 +79,10 @@ class _Request(BaseModel):
     cache_salt: str | None = Field(None, description="requests with different salts share no prefix blocks")
     priority: int = Field(0, description="smaller is more urgent")
     skip_special_tokens: bool = True
+    use_beam_search: bool = Field(False, description="beam search with beam_width beams, else n; the n best are returned")
+    beam_width: int | None = Field(None, description="beams; asks for beam search by itself")
+    length_penalty: float = Field(1.0, description="of beam search: rank by cumulative logprob / length ** length_penalty")
+    early_stopping: EarlyStopping = False
 
 
 class ChatRequest(_Request):
@@ -94,6 +99,7 @@ class CompletionRequest(_Request):
     prompt: TextPrompt
     logprobs: int | None = None
     echo: bool = False
+    best_of: int | None = Field(None, description="draw so many, return the n with the highest log probability a token")
 
 
 _SAYS = {

@@ -204,14 +204,14 @@ def _failure(delta: CompletionDelta) -> ApiError | None:
 
 @dataclass(slots=True)
 class _Usage:
-    """Every prompt counts once, every token of every choice counts, also one that left no text."""
+    """Every prompt counts once, every token of every choice counts, also one that left no text or whose choice is not returned."""
 
     prepared: Prepared
     completion_tokens: int = 0
     cached: dict[str, int] = field(default_factory=dict)
 
     def add(self, delta: CompletionDelta) -> None:
-        self.completion_tokens += len(delta.token_ids)
+        self.completion_tokens += len(delta.token_ids) + delta.num_discarded_tokens
         if delta.num_cached_tokens > self.cached.get(delta.request_id, 0):
             self.cached[delta.request_id] = delta.num_cached_tokens
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 from octavo.engine.engine_core import EngineCore
 from octavo.outputs import CompletionDelta
 from octavo.sampling_params import SamplingParams
+from octavo.verify.beams import Beams
 from octavo.verify.session import EngineRun, Session, Work
 
 Counters = dict[str, int | float]
@@ -291,7 +292,7 @@ def matrix(session: Session) -> list[Row]:
     from octavo.verify.streams import Streamed
 
     rows: list[Row] = [KVCache(), *(Chunks(size) for size in (1, 7, 64, None)), Batched(), Shuffled()]
-    rows += [PrefixHit(), Preemption(), Fork(), Together()]
+    rows += [PrefixHit(), Preemption(), Fork(), Beams(), Together()]
     rows += [Threads(count) for count in thread_counts(session)]
     return [*rows, Replayed(), Streamed(), Reference()]
 
