@@ -2,7 +2,8 @@
 
 Usage: .venv/bin/python -m benchmarks.explain_claims [--rounds 3] [--output FILE]
 SmolLM2, greedy. Claims: a prefix hit (the same prompt again), without the others (alone), a larger pool (no preemption), a shorter answer.
-In each round every run is made with and without the change, in turn; the claim is taken from the record of the run before it, the truth is the
+SmolLM2, greedy. Claims: a prefix hit (the same prompt again), without the others (alone), a larger pool (no preemption), a shorter
+answer.
 difference of the two times. Writes results/explain_claims.json. Exit code 1 if the medians of fewer than three agree within 25 %.
 Not here: the arithmetic on scripted clocks (tests/trace).
 """

@@ -58,3 +58,14 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] = ()
     #: The stored dtype, for `doctor` and KV defaults: "float32", "float16", "bfloat16".
     dtype: str = "float32"
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each KV group: layers with the same one share a group; those that see all come first."""
+        windows = set(self.sliding_windows or (None,))
+        return tuple(sorted(windows, key=lambda window: window or 0))
+
+    def kv_place(self, layer: int) -> tuple[int, int]:
+        """(KV group, number of the layer within it)."""
+        windows = self.sliding_windows or (None,) * self.num_layers
+        return self.kv_windows.index(windows[layer]), windows[:layer].count(windows[layer])

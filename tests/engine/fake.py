@@ -106,16 +106,18 @@ class FakeExecutor:
         max_model_len: int = 256,
         groups: int = 1,
         script: Callable[[list[int], int], int] | None = None,
+        windows: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`script`: (prompt, number of tokens generated) -> next token, instead of the hash."""
-        kv_groups = tuple(KVGroup(num_blocks, block_size) for _ in range(groups))
-        self.info = ExecutorInfo(kv_groups, FakeTokenizer.vocab_size, max_model_len, (1,) * groups)
+        """`script`: (prompt, number of tokens generated) -> next token, instead of the hash. `windows`: (sliding window, blocks)
+        of further groups, of which a row sees that many slots only."""
+        kv_groups = (*(KVGroup(num_blocks, block_size) for _ in range(groups)), *(KVGroup(n, block_size, w) for w, n in windows))
+        self.info = ExecutorInfo(kv_groups, FakeTokenizer.vocab_size, max_model_len, (1,) * len(kv_groups))
         self.block_size = block_size
         self.script = script
         self.known: dict[str, _Known] = {}
         self.outputs: list[SchedulerOutput] = []
         #: Per group and block: (digest, step it was written in), or None.
-        self.pool = [[[None] * block_size for _ in range(num_blocks)] for _ in range(groups)]
+        self.pool = [[[None] * block_size for _ in range(group.num_blocks)] for group in kv_groups]
         self.step = 0
         self.before_step: Callable[[SchedulerOutput], None] = lambda output: None
         self.errors: dict[str, str] = {}
@@ -128,7 +130,7 @@ class FakeExecutor:
         for request_id in output.dropped_request_ids:
             self.known.pop(request_id, None)
         for copy in output.block_copies:
-            holders = sum(copy.target in known.tables[copy.group] for known in self.known.values())
+            holders = sum(copy.target in self._visible(known, copy.group) for known in self.known.values())
             assert holders == 0, "a copy would overwrite a block in use"
         sources = [list(self.pool[copy.group][copy.source]) for copy in output.block_copies]
         targets = [(copy.group, copy.target) for copy in output.block_copies]
@@ -160,19 +162,30 @@ class FakeExecutor:
         else:
             assert entry.start >= known.num_prompt
         known.computed = end
-        salt = zlib.crc32((known.new.adapter or "").encode())
+        if len(known.expected) < end:
+            known.expected = self.digests(known, end)
+        values = known.expected[:end]
         for group in range(len(self.pool)):
             self._check_writable(entry, group)
-            before = self._read(known, group, entry.start)
+            first = self._first_visible(group, entry.start)
+            assert self._read(known, group, first, entry.start) == values[first : entry.start], f"{entry.request_id} reads KV not its own"
             for position in range(entry.start, end):
-                value = _digest(before, known.tokens[position], entry.kind, salt)
                 block = known.tables[group][position // self.block_size]
-                self.pool[group][block][position % self.block_size] = (value, self.step)
-                before.append(value)
-        if len(known.expected) < end:
-            known.expected = digests(known.tokens[:end], known.num_prompt, known.new.adapter)
-        assert before == known.expected[:end], f"{entry.request_id} reads KV that is not its own"
-        self._answer(entry, known, before, result)
+                assert block >= 0, "writes behind a window"
+                self.pool[group][block][position % self.block_size] = (values[position], self.step)
+        self._answer(entry, known, values, result)
+
+    def digests(self, known: _Known, end: int) -> list[int]:
+        return digests(known.tokens[:end], known.num_prompt, known.new.adapter)
+
+    def _first_visible(self, group: int, position: int) -> int:
+        """The first position that a row there sees."""
+        window = self.info.kv_groups[group].sliding_window
+        return 0 if window is None else max(0, position - window + 1)
+
+    def _visible(self, known: _Known, group: int) -> list[int]:
+        """Blocks of a request that a later row of it may read or write."""
+        return known.tables[group][self._first_visible(group, known.computed or 0) // self.block_size :]
 
     def _check_writable(self, entry, group) -> None:
         table = self.known[entry.request_id].tables[group]
@@ -180,14 +193,16 @@ class FakeExecutor:
         assert last < len(table), "the block table is too short"
         written = set(table[first : last + 1])
         for request_id, other in self.known.items():
-            assert request_id == entry.request_id or not written & set(other.tables[group]), (
+            assert request_id == entry.request_id or not written & set(self._visible(other, group)), (
                 f"{entry.request_id} writes a block of {request_id}"
             )
 
-    def _read(self, known: _Known, group: int, end: int) -> list[int]:
+    def _read(self, known: _Known, group: int, start: int, end: int) -> list[int]:
         values = []
-        for position in range(end):
-            slot = self.pool[group][known.tables[group][position // self.block_size]][position % self.block_size]
+        for position in range(start, end):
+            block = known.tables[group][position // self.block_size]
+            assert block >= 0, "reads a block behind a window"
+            slot = self.pool[group][block][position % self.block_size]
             assert slot is not None, "reads a slot that was never written"
             assert slot[1] < self.step, "reads what another request writes in the same step"
             values.append(slot[0])
@@ -244,7 +259,7 @@ def prompt_logprob(digest: int, token: int) -> Logprob:
 
 def make_core(executor: FakeExecutor | None = None, **settings) -> EngineCore:
     """An engine around a fake; settings of FakeExecutor and EngineConfig by name."""
-    names = ("num_blocks", "block_size", "max_model_len", "groups", "script")
+    names = ("num_blocks", "block_size", "max_model_len", "groups", "script", "windows")
     executor = executor or FakeExecutor(**{name: settings.pop(name) for name in names if name in settings})
     return EngineCore(executor, FakeTokenizer(), EngineConfig(**settings))
 

@@ -32,7 +32,8 @@ class Sequences:
     def __init__(self, executor: LocalExecutor, rng: np.random.Generator | None = None) -> None:
         self.executor = executor
         self.runner = executor.runner
-        group = executor.info.kv_groups[0]
+        self.num_groups = len(executor.info.kv_groups)
+        group = min(executor.info.kv_groups, key=lambda group: group.num_blocks)
         self.block_size = group.block_size
         order = np.arange(group.num_blocks) if rng is None else rng.permutation(group.num_blocks)
         self.free = iter(order.tolist())
@@ -58,7 +59,7 @@ class Sequences:
             kind = TokenKind.PROMPT if start < self.prompt_len[name] else TokenKind.GENERATED
             assert kind is TokenKind.GENERATED or end <= self.prompt_len[name]
             blocks = tuple(itertools.islice(self.free, needed))
-            entries.append(ScheduledEntry(name, start, count, kind, (blocks,), False))
+            entries.append(ScheduledEntry(name, start, count, kind, (blocks,) * self.num_groups, False))
             self.done[name] = end
         entries.sort(key=lambda e: e.kind is TokenKind.PROMPT)  # stable: generated rows first
         self.runner.input_batch.apply(SchedulerOutput(0, entries))

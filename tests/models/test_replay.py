@@ -64,10 +64,10 @@ class Pair:
 
     def check_kv(self) -> None:
         """Every block of the pools holds the same bits."""
-        (ours,), (theirs,) = (executor.runner.kv for executor in self.executors)
-        for block in range(self.executors[0].info.kv_groups[0].num_blocks):
-            blocks = [e.ops.export_block(kv, block) for e, kv in zip(self.executors, (ours, theirs), strict=True)]
-            np.testing.assert_array_equal(blocks[0].view(np.uint32), blocks[1].view(np.uint32))
+        for number, group in enumerate(self.executors[0].info.kv_groups):
+            for block in range(group.num_blocks):
+                blocks = [e.ops.export_block(e.runner.kv[number], block) for e in self.executors]
+                np.testing.assert_array_equal(blocks[0].view(np.uint32), blocks[1].view(np.uint32))
 
 
 @pytest.mark.parametrize("isa", LEVELS)

@@ -132,7 +132,7 @@ class Costs:
         weights = {id(weight): (weight, name) for name, weight in _weights(runner.model)}
         self._names = {key: name for key, (_, name) in weights.items()}
         self._all_weights = sum(int(getattr(weight, "nbytes", 0)) for weight, _ in weights.values())
-        self._token_bytes = llm.executor.info.block_bytes[0] / llm.config.block_size
+        self._token_bytes = sum(llm.executor.info.block_bytes) / llm.config.block_size
         self._known: dict[tuple[Any, ...], tuple[str, float | None]] = {}
         self._batch: Any = None
 

@@ -60,13 +60,17 @@ class BlockView(NamedTuple):
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, stats: EngineStats) -> None:
+    def __init__(self, num_blocks: int, stats: EngineStats, num_names: int = 0) -> None:
+        """`num_names`: so many evicted prefixes keep their serials, so that a prefix can be walked whose blocks are gone."""
         self.num_blocks = num_blocks
+        self.num_names = num_names
         self.stats = stats
         self.ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._index: dict[BlockKey, CachedBlock] = {}
         self._key_of: dict[int, BlockKey] = {}
+        #: Serials of evicted prefixes, least recently used first.
+        self._names: OrderedDict[BlockKey, int] = OrderedDict()
         self._last_serial = ROOT
 
     @property
@@ -110,26 +114,45 @@ class BlockPool:
     def lookup(self, key: BlockKey) -> CachedBlock | None:
         return self._index.get(key)
 
-    def register(self, block_id: int, key: BlockKey) -> int:
+    def serial_of(self, key: BlockKey) -> int | None:
+        """The serial of a prefix whose last block can be found, or whose name is still known."""
+        cached = self._index.get(key)
+        if cached is not None:
+            return cached.serial
+        serial = self._names.get(key)
+        if serial is not None:
+            self._names.move_to_end(key)
+        return serial
+
+    def register(self, block_id: int, key: BlockKey, serial: int | None = None) -> int:
         """Make a held block findable, its KV being written; returns the serial of the prefix it ends.
 
+        `serial`: the one that another pool gave this prefix; by default it is drawn here.
         Where another block has that key already, this one stays private and the other's serial is returned.
         """
         known = self._index.get(key)
         if known is not None:
             return known.serial
-        self._last_serial += 1
-        self._index[key] = CachedBlock(block_id, self._last_serial)
+        if serial is None:
+            serial = self._names.pop(key, None) or self._last_serial + 1
+        self._last_serial = max(self._last_serial, serial)
+        self._index[key] = CachedBlock(block_id, serial)
         self._key_of[block_id] = key
-        return self._last_serial
+        return serial
 
     def reset(self) -> None:
         """Nothing can be found any more; held blocks stay with their holders."""
         self._index.clear()
         self._key_of.clear()
+        self._names.clear()
 
     def _forget(self, block_id: int) -> None:
-        del self._index[self._key_of.pop(block_id)]
+        key = self._key_of.pop(block_id)
+        cached = self._index.pop(key)
+        if self.num_names:
+            self._names[key] = cached.serial
+            if len(self._names) > self.num_names:
+                self._names.popitem(last=False)
 
     def check_invariants(self, holders: dict[int, int]) -> None:
         """`holders`: block id -> how often it is held, from the tables. Raises AssertionError naming the block."""
@@ -142,5 +165,6 @@ class BlockPool:
             assert self._key_of.get(cached.block_id) == key, f"block {cached.block_id} is indexed under another key"
             assert 0 < cached.serial <= self._last_serial
             assert key.parent < cached.serial, "a prefix is older than its parent"
-        serials = [cached.serial for cached in self._index.values()]
+        serials = [*(cached.serial for cached in self._index.values()), *self._names.values()]
         assert len(set(serials)) == len(serials)
+        assert len(self._names) <= self.num_names and not self._names.keys() & self._index.keys()

@@ -65,7 +65,8 @@ class EngineCore:
     def _start_fresh(self) -> None:
         config = self.config
         groups = self.executor.info.kv_groups
-        self.kv = KVCacheManager(groups, config.enable_prefix_caching, self._stats, reuse_generated=config.reuse_generated)
+        caching, reuse = config.enable_prefix_caching, config.reuse_generated
+        self.kv = KVCacheManager(groups, caching, self._stats, reuse_generated=reuse, max_chunk=config.max_num_batched_tokens)
         self.scheduler = Scheduler(self.config, self.kv, self._stats, self._last_step, self.clock)
 
     # Requests

@@ -267,7 +267,7 @@ def check_pool(info: ExecutorInfo, num_prompt_tokens: int) -> None:
     """Raises InvalidRequestError for a prompt that could not fit even an empty KV pool."""
     for group in info.kv_groups:
         needed = -(-num_prompt_tokens // group.block_size)
-        if needed > group.num_blocks:
+        if num_prompt_tokens > group.max_tokens:
             raise _invalid(
                 f"the prompt needs {needed} KV blocks of {group.block_size} tokens, but the pool has {group.num_blocks}: "
                 "shorten it or raise kv_cache_memory",

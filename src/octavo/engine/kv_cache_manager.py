@@ -9,6 +9,11 @@ Not here: when to admit or preempt (scheduler.py), the memory (worker/kv_cache.p
 A prefix hit walks full blocks from the start and compares parent and tokens exactly (block_pool.BlockKey). At least the
 last known token is always computed, for its logits: where the hit covers that too, the last block is copied. The key says
 which tokens are prompt and which generated, since their arithmetic differs; with `reuse_generated` it does not.
+
+Groups with a sliding window hold no block that lies wholly behind the window of every later row: its place in the table is NO_BLOCK.
+They get their blocks step by step (`allocate_chunk`); what a prefill will still need of them is promised to it, so that no
+other is admitted on it. A hit needs their blocks over the last window of it only. Prefixes are named by group 0, the one
+without a window where there is one; where there is none, it remembers names whose blocks are gone.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.engine.block_pool import ROOT, BlockHolder, BlockKey, BlockPool, BlockView
 from octavo.engine.executor import KVGroup
@@ -24,28 +29,54 @@ from octavo.engine.metrics import EngineStats
 from octavo.engine.request import Request
 from octavo.engine.scheduler_output import BlockCopy
 
+#: Stands in a block table for a block behind the window. No block has this number, so that reading it is an error.
+NO_BLOCK = -1
+#: Names of evicted prefixes that a pool remembers for each of its blocks, where no group keeps whole prefixes.
+NAMES_PER_BLOCK = 16
+
 
 @dataclass(slots=True)
 class _Holding:
     """What one request holds: a block table per group, and how far its blocks have been named by prefix serials."""
 
     tables: tuple[list[int], ...]
-    #: Per group: serial of the prefix of 1, 2, ... committed blocks.
-    serials: tuple[list[int], ...]
+    #: Per group: how many places of the table, the first ones, are NO_BLOCK.
+    starts: list[int]
+    #: Serial of the prefix of 1, 2, ... committed blocks.
+    serials: list[int]
+    #: Tokens it was started to compute, and the most blocks each group will hold until then.
+    num_target_tokens: int = 0
+    promised: list[int] = field(default_factory=list)
     #: False after a reset of the cache: what was computed before it is never made findable again.
     findable: bool = True
 
 
 class KVCacheManager:
-    """One pool and one block table per group; all groups have the same block size (ValueError otherwise)."""
+    """One pool and one block table per group; all groups have the same block size (ValueError otherwise).
+
+    max_chunk: most tokens of one request in a step.
+    """
 
     def __init__(
-        self, groups: tuple[KVGroup, ...], enable_prefix_caching: bool, stats: EngineStats, *, reuse_generated: bool = False
+        self,
+        groups: tuple[KVGroup, ...],
+        enable_prefix_caching: bool,
+        stats: EngineStats,
+        *,
+        reuse_generated: bool = False,
+        max_chunk: int = 512,
     ) -> None:
         if not groups or len({group.block_size for group in groups}) != 1:
             raise ValueError("KV groups must exist and share one block size")
+        if groups[0].sliding_window is not None and any(group.sliding_window is None for group in groups):
+            raise ValueError("groups without a window come first")
         self.block_size = groups[0].block_size
-        self.pools = tuple(BlockPool(group.num_blocks, stats) for group in groups)
+        self.groups = groups
+        self.max_chunk = max_chunk
+        #: Numbers of the groups with a window.
+        self._windows = tuple(g for g, group in enumerate(groups) if group.sliding_window is not None)
+        names = NAMES_PER_BLOCK * groups[0].num_blocks if groups[0].sliding_window is not None else 0
+        self.pools = tuple(BlockPool(group.num_blocks, stats, 0 if g else names) for g, group in enumerate(groups))
         self.enable_prefix_caching = enable_prefix_caching
         self.reuse_generated = reuse_generated
         self.stats = stats
@@ -58,6 +89,10 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         return min(pool.num_free for pool in self.pools)
+
+    def room(self) -> tuple[int, ...]:
+        """Blocks of each group that are free and not promised: while it is the same, what could not be admitted still cannot."""
+        return tuple(pool.num_free - (self._promised(g) if g in self._windows else 0) for g, pool in enumerate(self.pools))
 
     @property
     def num_blocks(self) -> int:
@@ -76,42 +111,64 @@ class KVCacheManager:
 
     # Starting a request
 
-    def match_prefix(self, request: Request) -> tuple[list[list[int]], list[list[int]]]:
-        """Blocks and serials, per group, of the longest cached prefix in whole blocks; may cover every known token."""
+    def match_prefix(self, request: Request, most: int | None = None) -> tuple[list[list[int]], list[int]]:
+        """Blocks per group, and serials, of the longest cached prefix in whole blocks (at most `most`); may cover every known
+        token. Groups with a window need the blocks that its next row sees; the others need all."""
         blocks: list[list[int]] = [[] for _ in self.pools]
-        serials: list[list[int]] = [[] for _ in self.pools]
+        serials: list[int] = []
         if not self.enable_prefix_caching or request.bypasses_prefix_cache:
             return blocks, serials
-        for index in range(request.num_tokens // self.block_size):
-            found = []
-            for pool, chain in zip(self.pools, serials, strict=True):
-                cached = pool.lookup(self._key(request, index, chain[-1] if chain else ROOT))
-                if cached is None:
-                    return blocks, serials
-                found.append(cached)
-            for group, cached in enumerate(found):
-                blocks[group].append(cached.block_id)
-                serials[group].append(cached.serial)
-        return blocks, serials
+        whole = request.num_tokens // self.block_size
+        unbroken = [0] * len(self.pools)  # how many blocks up to here can be found, without a gap
+        hit = 0
+        for index in range(whole if most is None else min(most, whole)):
+            key = self._key(request, index, serials[-1] if serials else ROOT)
+            found = [pool.lookup(key) for pool in self.pools]
+            if None in found and not self._windows:
+                break
+            serial = self.pools[0].serial_of(key)
+            if serial is None:
+                break
+            serials.append(serial)
+            for g, cached in enumerate(found):
+                blocks[g].append(NO_BLOCK if cached is None else cached.block_id)
+                unbroken[g] = 0 if cached is None else unbroken[g] + 1
+            if not self._windows or self._covers(unbroken, index + 1, request):
+                hit = index + 1
+        starts = self._starts(min(hit * self.block_size, request.num_tokens - 1))
+        return [[NO_BLOCK] * start + table[start:hit] for start, table in zip(starts, blocks, strict=True)], serials[:hit]
+
+    def _covers(self, unbroken: list[int], num_blocks: int, request: Request) -> bool:
+        """The last `unbroken` blocks of each group are all that the row after a hit of `num_blocks` sees."""
+        starts = self._starts(min(num_blocks * self.block_size, request.num_tokens - 1))
+        return all(num_blocks - start <= count for start, count in zip(starts, unbroken, strict=True))
+
+    def _starts(self, num_computed: int) -> list[int]:
+        """Per group: the first block that a row at position `num_computed` or later sees."""
+        starts = [0] * len(self.pools)
+        for g in self._windows:
+            starts[g] = max(0, num_computed - (self.groups[g].sliding_window or 0) + 1) // self.block_size
+        return starts
 
     def follow_prefix(self, request: Request, serials: list[int], most: int) -> int:
-        """Bring `serials` (of the prefix of a waiting request that group 0 holds, [] at first) up to date with at most about
-        `most` lookups; returns how many it took. Costs what has changed, not what is known."""
+        """Bring `serials` (of the prefix of a waiting request that group 0 knows, [] at first) up to date with at most about
+        `most` lookups; returns how many it took. Costs what has changed, not what is known. Does not ask whether groups with a
+        window still have its end: an estimate there, from above."""
         pool, lookups = self.pools[0], 0
         if not self.enable_prefix_caching or request.bypasses_prefix_cache:
             return lookups
         while serials and lookups < most:  # evicted from its end
-            found = pool.lookup(self._key(request, len(serials) - 1, serials[-2] if len(serials) > 1 else ROOT))
+            serial = pool.serial_of(self._key(request, len(serials) - 1, serials[-2] if len(serials) > 1 else ROOT))
             lookups += 1
-            if found is not None and found.serial == serials[-1]:
+            if serial == serials[-1]:
                 break
             serials.pop()
         while lookups < most and len(serials) < request.num_tokens // self.block_size:
-            found = pool.lookup(self._key(request, len(serials), serials[-1] if serials else ROOT))
+            serial = pool.serial_of(self._key(request, len(serials), serials[-1] if serials else ROOT))
             lookups += 1
-            if found is None:
+            if serial is None:
                 break
-            serials.append(found.serial)
+            serials.append(serial)
         return lookups
 
     def shared_beginning(self, request: Request, other: Request) -> int:
@@ -133,10 +190,11 @@ class KVCacheManager:
         return count * size if count > done else 0
 
     def admit(self, request: Request, headroom: int = 0, *, twice: bool = False) -> bool:
-        """Give a request blocks for all tokens it has to compute, shared with a cached prefix where there is one.
+        """Give a request blocks for all tokens it has to compute, shared with a cached prefix where there is one; in groups with
+        a window only the promise of as many as it will hold at a time.
 
         Sets num_computed_tokens. False, with nothing changed, unless `headroom` blocks stay free beside, and with `twice` as
-        many again as the tokens it has to compute fill.
+        many again as the tokens it has to compute fill; where there is a window, never more than half of a pool.
         """
         blocks, serials = self.match_prefix(request)
         hit = min(len(blocks[0]) * self.block_size, request.num_tokens - 1)
@@ -145,7 +203,9 @@ class KVCacheManager:
         done = self._start(request, blocks, serials, hit, headroom)
         if not done and hit % self.block_size and request.num_target_tokens > hit:
             # The copy of the last block is one block too many: compute the whole of that block instead.
-            done = self._start(request, blocks, serials, hit - hit % self.block_size, headroom)
+            if self._windows:
+                blocks, serials = self.match_prefix(request, len(serials) - 1)
+            done = self._start(request, blocks, serials, min(len(serials), hit // self.block_size) * self.block_size, headroom)
         if done:
             self.stats.prefix_query_tokens += request.num_tokens
             self.stats.prefix_hit_tokens += request.num_computed_tokens
@@ -161,7 +221,7 @@ class KVCacheManager:
         if last:
             child.num_computed_tokens = parent.num_computed_tokens
             self._holdings[child.request_id] = self._holdings.pop(parent.request_id)
-            done = self.allocate_slots(child, child.num_target_tokens, headroom)
+            done = self._allocate_first(child, headroom)
             if not done:
                 self._holdings[parent.request_id] = self._holdings.pop(child.request_id)
                 child.num_computed_tokens = 0
@@ -174,7 +234,7 @@ class KVCacheManager:
         self,
         request: Request,
         blocks: list[list[int]],
-        serials: list[list[int]],
+        serials: list[int],
         num_computed: int,
         headroom: int,
         findable: bool = True,
@@ -184,14 +244,15 @@ class KVCacheManager:
         `findable` False: those blocks were computed before a reset of the cache.
         """
         used, named = self.blocks_for(num_computed), num_computed // self.block_size
-        holding = _Holding(tuple(table[:used] for table in blocks), tuple(chain[:named] for chain in serials), findable=findable)
-        for pool, table in zip(self.pools, holding.tables, strict=True):
-            for block_id in table:
+        starts = self._starts(num_computed)
+        holding = _Holding(tuple(table[:used] for table in blocks), starts, serials[:named], findable=findable)
+        for pool, table, start in zip(self.pools, holding.tables, starts, strict=True):
+            for block_id in table[start:]:
                 pool.share(block_id)
         self._holdings[request.request_id] = holding
         request.num_computed_tokens = num_computed
-        if self.allocate_slots(request, request.num_target_tokens, headroom):
-            self.stats.blocks_shared += used * len(self.pools)
+        if self._allocate_first(request, headroom):
+            self.stats.blocks_shared += used * len(self.pools) - sum(starts)
             return True
         self.free(request)
         request.num_computed_tokens = 0
@@ -199,11 +260,35 @@ class KVCacheManager:
 
     # Growing, writing, sharing
 
-    def allocate_slots(self, request: Request, num_tokens: int, headroom: int = 0) -> bool:
+    def _allocate_first(self, request: Request, headroom: int) -> bool:
+        """What a request gets when it starts: all blocks it has to write, or none. False, with nothing changed, if they are not free."""
+        holding = self._holdings[request.request_id]
+        promised = self._promised_to(request) if self._windows and request.num_missing_tokens > 0 else []
+        if not self.allocate_slots(request, request.num_target_tokens, headroom, promised):
+            return False
+        holding.num_target_tokens, holding.promised = request.num_target_tokens, promised
+        return True
+
+    def _promised_to(self, request: Request) -> list[int]:
+        """Per group: most blocks it will hold at a time until its known tokens are computed; 0 without a window."""
+        most = [0] * len(self.pools)
+        for g in self._windows:
+            group = self.groups[g]
+            at_a_time = group.blocks_in_window(min(self.max_chunk, request.num_missing_tokens))
+            most[g] = min(self.blocks_for(request.num_target_tokens), at_a_time, group.num_blocks)
+        return most
+
+    def _promised(self, group: int) -> int:
+        """Blocks that the requests not done with their known tokens may still take. O(requests)."""
+        holdings = (holding for holding in self._holdings.values() if holding.promised)
+        return sum(max(0, h.promised[group] - (len(h.tables[group]) - h.starts[group])) for h in holdings)
+
+    def allocate_slots(self, request: Request, num_tokens: int, headroom: int = 0, promised: list[int] | None = None) -> bool:
         """Make positions [num_computed_tokens, num_tokens) writable: append blocks, copy shared ones.
 
         All or nothing: False, with nothing changed, when a pool has too few free blocks. A block is replaced by its
         copy only before the worker knows the request, because a step can only append to a known table.
+        `promised`, per group: groups with a window get no blocks yet, but must have so many that nobody else was promised.
         """
         holding = self._holdings[request.request_id]
         needed = self.blocks_for(num_tokens)
@@ -213,8 +298,12 @@ class KVCacheManager:
         for group, (pool, table) in enumerate(zip(self.pools, holding.tables, strict=True)):
             written = range(first, min(needed, len(table)))
             shared = [index for index in written if self._is_shared(group, table[index])]
-            fresh = max(0, needed - len(table))
-            if fresh + len(shared) > 0 and fresh + len(shared) + headroom > pool.num_free:
+            fresh = wanted = max(0, needed - len(table))
+            spare = headroom
+            if promised and group in self._windows:
+                fresh, wanted = 0, max(0, promised[group] - (len(table) - holding.starts[group]))
+                spare = min(headroom, pool.num_blocks // 2) + self._promised(group)
+            if wanted + len(shared) > 0 and wanted + len(shared) + spare > pool.num_free:
                 return False
             plans.append((group, pool, table, shared, fresh))
         for group, pool, table, shared, fresh in plans:
@@ -235,6 +324,26 @@ class KVCacheManager:
             holders -= sum(copy.group == group and copy.source == block_id for copies in self._copies.values() for copy in copies)
         return holders > 1 or pool.is_cached(block_id)
 
+    def allocate_chunk(self, request: Request, count: int, spare: int) -> int:
+        """Make the next tokens of a request that has started writable: `count`, or fewer where a window's pool has too few blocks.
+
+        Leaves `spare` blocks free, unless nothing could be computed then. Returns how many tokens; 0: no block is free.
+        """
+        if not self._windows or count < 1:
+            return count
+        done, tables = request.num_computed_tokens, self.block_tables(request)
+        found = 0
+        for keep in (spare, 0):
+            room = min((len(tables[g]) + max(0, self.pools[g].num_free - keep)) * self.block_size for g in self._windows)
+            found = min(count, room - done)
+            if found > 0:
+                break
+        if found <= 0:
+            return 0
+        allocated = self.allocate_slots(request, done + found)
+        assert allocated, "the blocks of a chunk are not free"
+        return found
+
     def has_slot(self, request: Request) -> bool:
         """The next token of a request can be written without another block: what `allocate_slots` would find, for one token."""
         index = request.num_computed_tokens // self.block_size
@@ -244,15 +353,30 @@ class KVCacheManager:
         return True
 
     def commit(self, request: Request) -> None:
-        """Make the full blocks findable whose KV has been written: call when a step's result is back."""
+        """Make the full blocks findable whose KV has been written, and let go of those that no later row sees: call when a
+        step's result is back."""
         holding = self._holdings[request.request_id]
-        named, full = len(holding.serials[0]), request.num_computed_tokens // self.block_size
-        if named >= full or not self.enable_prefix_caching or not holding.findable:
-            return
-        for index in range(named, full):
-            for pool, table, chain in zip(self.pools, holding.tables, holding.serials, strict=True):
+        if self.enable_prefix_caching and holding.findable:
+            chain, full = holding.serials, request.num_computed_tokens // self.block_size
+            for index in range(len(chain), full):
                 key = self._key(request, index, chain[-1] if chain else ROOT)
-                chain.append(pool.register(table[index], key))
+                chain.append(self.pools[0].register(holding.tables[0][index], key))
+                for pool, table in zip(self.pools[1:], holding.tables[1:], strict=True):
+                    pool.register(table[index], key, chain[-1])
+        if self._windows:
+            self._free_behind_window(request, holding)
+
+    def _free_behind_window(self, request: Request, holding: _Holding) -> None:
+        if request.num_computed_tokens >= holding.num_target_tokens:
+            holding.promised = []
+        starts = self._starts(request.num_computed_tokens)
+        for g in self._windows:
+            pool, table = self.pools[g], holding.tables[g]
+            for index in range(holding.starts[g], starts[g]):
+                pool.release(table[index])
+                table[index] = NO_BLOCK
+            self.stats.blocks_freed_behind_window += starts[g] - holding.starts[g]
+        holding.starts = starts
 
     def free(self, request: Request) -> None:
         """Let go of everything a request holds, if anything; its full blocks stay findable until they are needed."""
@@ -261,20 +385,23 @@ class KVCacheManager:
             return
         for copy in self._copies.pop(request.request_id, ()):
             self.pools[copy.group].release(copy.source)
-        for pool, table in zip(self.pools, holding.tables, strict=True):
-            for block_id in reversed(table):  # the end of a prefix is evicted before its beginning
+        for pool, table, start in zip(self.pools, holding.tables, holding.starts, strict=True):
+            for block_id in reversed(table[start:]):  # the end of a prefix is evicted before its beginning
                 pool.release(block_id)
 
     def tokens_at_risk(self, request: Request) -> int:
         """Tokens it would have to compute again if it were preempted and nobody else kept their blocks; -1 if that would free no block.
 
-        Blocks are shared from the beginning on, so it looks at O(log blocks) of them.
+        Blocks are shared from the beginning on, so it looks at O(log blocks) of them. Where some lie behind a window already, a hit
+        on the shared ones would lack those before them, and it is all tokens.
         """
         found = -1
-        for pool, table in zip(self.pools, self.block_tables(request), strict=True):
-            shared = bisect_left(table, True, key=lambda block_id: pool.ref_counts[block_id] == 1)  # noqa: B023 - used at once
+        holding = self._holdings[request.request_id]
+        for pool, table, start in zip(self.pools, holding.tables, holding.starts, strict=True):
+            shared = bisect_left(table, True, lo=start, key=lambda block_id: pool.ref_counts[block_id] == 1)  # noqa: B023 - used at once
             if shared < len(table):
-                found = max(found, request.num_computed_tokens - shared * self.block_size, 0)
+                kept = 0 if start else shared * self.block_size
+                found = max(found, request.num_computed_tokens - kept, 0)
         return found
 
     def take_copies(self) -> list[BlockCopy]:
@@ -314,8 +441,8 @@ class KVCacheManager:
         holders: dict[tuple[int, int], list[BlockHolder]] = {}
         for request_id, holding in self._holdings.items():
             for group, table in enumerate(holding.tables):
-                for index, block_id in enumerate(table):
-                    holders.setdefault((group, block_id), []).append(BlockHolder(request_id, index))
+                for index in range(holding.starts[group], len(table)):
+                    holders.setdefault((group, table[index]), []).append(BlockHolder(request_id, index))
         for request_id, copies in self._copies.items():
             for copy in copies:
                 holders.setdefault((copy.group, copy.source), []).append(BlockHolder(request_id, -1))
@@ -334,13 +461,16 @@ class KVCacheManager:
         """
         assert self._holdings.keys() == {request.request_id for request in holders}, "tables of unknown or missing requests"
         for request in holders:
-            for table in self.block_tables(request):
+            holding = self._holdings[request.request_id]
+            assert holding.starts == self._starts(request.num_computed_tokens), f"{request.request_id}: blocks behind a window"
+            for table, start in zip(holding.tables, holding.starts, strict=True):
                 assert len(table) >= self.blocks_for(request.num_computed_tokens), f"{request.request_id}: table too short"
-                assert len(set(table)) == len(table), f"{request.request_id}: a block twice in one table"
+                assert table[:start] == [NO_BLOCK] * start and NO_BLOCK not in table[start:], f"{request.request_id}: holes"
+                assert len(set(table[start:])) == len(table) - start, f"{request.request_id}: a block twice in one table"
         copies = [*self._copies_in_flight, *(copy for copies in self._copies.values() for copy in copies)]
         for group, pool in enumerate(self.pools):
             counts: dict[int, int] = {}
-            held = [block for holding in self._holdings.values() for block in holding.tables[group]]
+            held = [block for holding in self._holdings.values() for block in holding.tables[group][holding.starts[group] :]]
             for block_id in [*held, *(copy.source for copy in copies if copy.group == group)]:
                 counts[block_id] = counts.get(block_id, 0) + 1
             pool.check_invariants(counts)

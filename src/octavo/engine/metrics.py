@@ -39,6 +39,8 @@ class EngineStats:
     #: Blocks a request got without computing them.
     blocks_shared: int = 0
     blocks_taken: int = 0
+    #: Blocks that requests gave up because no later token of theirs sees them.
+    blocks_freed_behind_window: int = 0
     blocks_evicted: int = 0
     #: Blocks whose last holder let go of them.
     blocks_freed: int = 0

@@ -84,7 +84,7 @@ def max_output_tokens(info: ExecutorInfo, num_prompt_tokens: int) -> int:
 
     Prompt and answer fit max_model_len; all of it but the last token, whose KV is never needed, fits the pool.
     """
-    pool_tokens = min(group.num_blocks * group.block_size for group in info.kv_groups)
+    pool_tokens = min(group.max_tokens for group in info.kv_groups)
     return max(0, min(info.max_model_len, pool_tokens + 1) - num_prompt_tokens)
 
 
@@ -121,7 +121,8 @@ class Request:
         self.was_admitted = False
         #: The worker holds state under this id, which it must be told to drop.
         self.known_to_worker = False
-        self.num_blocks_sent = 0
+        #: Blocks of each group's table that the worker knows.
+        self.num_blocks_sent: tuple[int, ...] = ()
         #: Last step that computed something for it (for the first in the queue: the last one in which the queue got on).
         self.last_step = 0
         #: Step from which nobody queued later goes before it, and how many more it may be overtaken when queued again.

@@ -10,7 +10,9 @@ budget of tokens so that the first catches up with the second. In a step, in thi
 2. decodes: running requests one token behind, round robin, at most max_decode_batch_size;
 3. prefills: running requests further behind, most urgent first, with the rest of the budget;
 4. admissions from the queue, in the order of the policy, while budget, blocks and places last. A request gets the blocks of all
-   its known tokens at once, so only decodes ever need another block later.
+   its known tokens at once, so only decodes ever need another block later; but in KV groups with a sliding window, where it gets
+   those of each chunk with the chunk. As many as it will hold at a time must be free, and not promised to others, when it is
+   admitted. A chunk shrinks to the blocks that are free.
 Limits: max_num_batched_tokens a step; max_prefill_batch_size requests get more than one token, max_decode_batch_size
 exactly one.
 
@@ -23,9 +25,9 @@ Starvation bound. With S = max_stalled_steps, B = max_num_batched_tokens, D = ma
   K of them each is called starved K - 1 steps early, so that the last one is still in time.
 Where a step can hold a single decode (B or D is 1), starved prefills take every other step only; S is then at least 4.
 
-When a decode finds no free block, a holding parent lets go of its blocks; where there is none, a running request is
-preempted and will recompute: of those the policy puts last the one with the least to recompute. The most urgent one never
-is, so work always ends.
+When a decode, or the first token of a chunk, finds no free block, a holding parent lets go of its blocks; where there is none, a
+running request is preempted and will recompute: of those the policy puts last the one with the least to recompute. The most
+urgent one never is, so work always ends.
 
 No thrash. A preempted request is admitted again only while other requests run if, beside its blocks, as many again stay free as
 its recomputed tokens fill, and that reserve is kept until as many tokens have been generated. So, but for requests that a
@@ -75,12 +77,13 @@ class Scheduler:
         self.holding: dict[str, Request] = {}
         self.plan = self._empty_plan()
         self._no_blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in kv.pools)
+        self._none_sent = (0,) * len(kv.pools)
         self._dropped: list[str] = []
         self._dropped_in_flight: list[str] = []
         self._head: Request | None = None
         #: Last step in which the first place of the queue was served, or could not be for lack of a place to run.
         self._queue_served = step
-        self._blocked: tuple[Request, int, int, int] | None = None
+        self._blocked: tuple[Request, tuple[int, ...], int, int] | None = None
         #: Tokens admitted to be recomputed that generated ones have not yet made up for: so much room stays free.
         self._debt = 0
         #: The first waiting request, if it could not start although nothing else holds anything: it never will.
@@ -258,10 +261,15 @@ class Scheduler:
 
     def _plan_chunk(self, request: Request, why: Why, most: int | None = None) -> int:
         """As many missing tokens of a prefill as fit, if it has nothing in this step yet; returns how many."""
-        if request.request_id in self.plan.entries:
-            return 0
+        if request.request_id in self.plan.entries or request.status is not RequestStatus.RUNNING:
+            return 0  # planned, or preempted, in this very step
         wanted = request.next_chunk()
-        count = self.plan.fit(wanted if most is None else min(wanted, most))
+        wanted = wanted if most is None else min(wanted, most)
+        fits = self.plan.fit(wanted)
+        while fits and not (count := self.kv.allocate_chunk(request, fits, len(self.decoding))):
+            if not self._make_room_for(request):
+                return 0
+        count = self.plan.fit(count) if fits else 0  # a chunk that has shrunk to one token takes another kind of place
         if count > 0:
             self._add_entry(request, count, why)
         return count
@@ -292,7 +300,7 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Move the first waiting request to the running ones, if sequences and blocks allow it."""
-        state = (request, self.kv.num_free_blocks, self.num_running, self.kv.blocks_for(self._debt))
+        state = (request, self.kv.room(), self.num_running, self.kv.blocks_for(self._debt))
         if self.num_running > 0 and state == self._blocked:
             return False  # nothing has changed since it did not fit
         reserve = self.num_running > 0 and (self._debt > 0 or request.num_lost_tokens > 0) and self._victim_for(request) is None
@@ -360,11 +368,15 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """A slot for the next token of a decode; False when the request itself had to be preempted."""
         while not self.kv.allocate_slots(request, request.num_tokens):
-            victim = self._latest(self.holding.values()) or self._victim()
-            self._preempt(victim)
-            if victim is request:
+            if not self._make_room_for(request):
                 return False
         return True
+
+    def _make_room_for(self, request: Request) -> bool:
+        """Preempt one that holds blocks; False when it was the request itself."""
+        victim = self._latest(self.holding.values()) or self._victim()
+        self._preempt(victim)
+        return victim is not request
 
     def _victim(self) -> Request:
         """Who gives up its blocks to the running ones: not the most urgent, unless it is alone."""
@@ -440,12 +452,12 @@ class Scheduler:
         if not request.known_to_worker:
             output.new_requests.append(request.for_worker())
             request.known_to_worker = True
-            request.num_blocks_sent = 0
+            request.num_blocks_sent = self._none_sent
         tables = self.kv.block_tables(request)
-        sent, request.num_blocks_sent = request.num_blocks_sent, len(tables[0])
+        sent, request.num_blocks_sent = request.num_blocks_sent, tuple(map(len, tables))
         new_block_ids = self._no_blocks
-        if request.num_blocks_sent > sent:
-            entry.blocks = new_block_ids = tuple(tuple(table[sent:]) for table in tables)
+        if sent != request.num_blocks_sent:
+            entry.blocks = new_block_ids = tuple(tuple(table[count:]) for table, count in zip(tables, sent, strict=True))
         return ScheduledEntry(request.request_id, entry.start, entry.num_tokens, entry.kind, new_block_ids, entry.sample)
 
     def check_invariants(self) -> None:

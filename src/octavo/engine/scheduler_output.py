@@ -28,12 +28,24 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one block table. One group today; window layers will be a second one."""
+    """Layers that share one block table: those with the same sliding window, or with none."""
 
     num_blocks: int
     block_size: int
-    #: None: attention sees every earlier token.
+    #: None: attention sees every earlier token; w: the last w tokens, itself included.
     sliding_window: int | None = None
+
+    def blocks_in_window(self, num_tokens: int) -> int:
+        """Most blocks that one sequence holds while `num_tokens` of it are computed in a step."""
+        assert self.sliding_window is not None
+        return -(-(self.sliding_window - 1 + num_tokens) // self.block_size) + 1
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that an empty pool has room for; 2**62 where a window moves over any length."""
+        if self.sliding_window is not None and self.num_blocks >= self.blocks_in_window(1):
+            return 2**62
+        return self.num_blocks * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +91,8 @@ class ScheduledEntry(NamedTuple):
     num_tokens: int
     kind: TokenKind
     #: Blocks appended to the request's table before this step, one tuple per KV group. For a request in
-    #: `new_requests` this is its whole table.
+    #: `new_requests` this is its whole table. A table is never shortened: blocks behind a sliding window may have been given
+    #: away, or be -1 from the beginning; no later row sees them.
     new_block_ids: tuple[tuple[int, ...], ...]
     #: True when the last of these tokens is the last one known: its logits give the next token.
     sample: bool

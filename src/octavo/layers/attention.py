@@ -17,8 +17,8 @@ class Attention:
     def __init__(self, config: ModelConfig, layer: int, rope: Any, ops: Ops) -> None:
         self.ops = ops
         self.rope = rope
-        self.layer = layer
-        self.group = 0  # one KV group today: every layer keeps all its tokens
+        #: Which KV pool and block table are its own (layers with the same window share them), and its number in there.
+        self.group, self.layer = config.kv_place(layer)
         self.num_heads = config.num_heads
         self.scale = config.head_dim**-0.5
         self.window = config.sliding_windows[layer] if config.sliding_windows else None

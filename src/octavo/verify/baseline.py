@@ -94,7 +94,8 @@ def recompute(recorder: Recorder, request: EngineRequest, choice: int, count: in
 
 
 def _next_token(recorder: Recorder, request: EngineRequest, choice: int, drawn: list[int], rng: np.random.Generator) -> int:
-    group = recorder.info.kv_groups[0]
+    groups = recorder.info.kv_groups
+    group = min(groups, key=lambda group: group.num_blocks)
     length = len(request.prompt_token_ids)
     needed = -(-(length + len(drawn)) // group.block_size)
     # another placement every time: where a block lies must not matter
@@ -109,11 +110,11 @@ def _next_token(recorder: Recorder, request: EngineRequest, choice: int, drawn: 
         request.stop_token_ids,
         request.bad_words_ids,
     )
-    whole_prompt = ScheduledEntry(_ID, 0, length, TokenKind.PROMPT, (blocks,), sample=not drawn)
+    whole_prompt = ScheduledEntry(_ID, 0, length, TokenKind.PROMPT, (blocks,) * len(groups), sample=not drawn)
     recorder.all_prompt_rows = not drawn  # once is enough
     result = recorder.execute(SchedulerOutput(0, [whole_prompt], [new], dropped_request_ids=[_ID]))
     if drawn:
-        generated = ScheduledEntry(_ID, length, len(drawn), TokenKind.GENERATED, ((),), sample=True)
+        generated = ScheduledEntry(_ID, length, len(drawn), TokenKind.GENERATED, ((),) * len(groups), sample=True)
         result = recorder.execute(SchedulerOutput(0, [generated]))
     if _ID in result.errors:
         raise OctavoError(f"the baseline failed: {result.errors[_ID]}")

@@ -55,9 +55,9 @@ def _whole(recorder: Recorder, case: Case, tokens: list[int]) -> None:
     known = [*case.token_ids, *tokens[:-1]]
     request_id = f"{case.number}.0"
     new = NewRequest(request_id, known, [], case.params.resolve({}), 0, 0)
-    group = recorder.info.kv_groups[0]
-    blocks = tuple(range(-(-len(known) // group.block_size)))
-    entry = ScheduledEntry(request_id, 0, len(known), TokenKind.PROMPT, (blocks,), sample=True)
+    groups = recorder.info.kv_groups
+    blocks = tuple(range(-(-len(known) // groups[0].block_size)))
+    entry = ScheduledEntry(request_id, 0, len(known), TokenKind.PROMPT, (blocks,) * len(groups), sample=True)
     recorder.execute(SchedulerOutput(0, [entry], [new]))
     recorder.close()
 

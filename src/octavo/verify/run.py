@@ -131,7 +131,7 @@ def _verify(session: Session, progress: Progress, started: float) -> Report:
 
 
 def _check_room(session: Session, choices: dict[int, int]) -> None:
-    group = session.executor.info.kv_groups[0]
+    group = min(session.executor.info.kv_groups, key=lambda group: group.num_blocks)  # the baseline keeps whole sequences
     needed = session.blocks_for(session.longest) + 2
     if needed > group.num_blocks:
         raise ConfigError(f"the longest case needs {needed} KV blocks, the pool has {group.num_blocks}: raise kv_cache_memory")

@@ -20,7 +20,7 @@ from octavo.models.registry import build_model, model_class
 from octavo.ops.api import Taps
 from octavo.ops.needs import op_needs
 from octavo.ops.registry import make_ops
-from octavo.worker.kv_cache import kv_spec, max_model_len
+from octavo.worker.kv_cache import kv_specs, max_model_len, served_windows
 from octavo.worker.model_runner import ModelRunner
 
 _log = logging.getLogger("octavo")
@@ -32,27 +32,29 @@ class LocalExecutor:
     def __init__(self, files: ModelFiles, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
         started = perf_counter()
         model_len = max_model_len(files.config, config)
-        model_config = replace(files.config, max_position=model_len)
+        model_config = replace(files.config, max_position=model_len, sliding_windows=served_windows(files.config, model_len))
         self.model_config = files.config
         self.ops = make_ops(config, op_needs(model_config, config))
         specs = model_class(model_config.architecture).weights(model_config)
-        spec = kv_spec(model_config, config, self.ops)
+        kv = kv_specs(model_config, config, self.ops)
+        groups = tuple(KVGroup(s.num_blocks, s.block_size, window) for s, window in zip(kv, model_config.kv_windows, strict=True))
         # No sequence is longer than the pool, so rotary tables need not be: a file may claim a context of millions.
-        tables = replace(model_config, max_position=min(model_len, spec.num_blocks * spec.block_size))
+        tables = replace(model_config, max_position=min(model_len, *(group.max_tokens for group in groups)))
         try:
             weights = load_weights(files, specs, self.ops, progress, quantize=config.quantize)
             model = build_model(tables, self.ops, weights)
-            self.runner: ModelRunner | None = ModelRunner(model, self.ops, (spec,), model_config.vocab_size, config.replay)
+            self.runner: ModelRunner | None = ModelRunner(model, self.ops, kv, model_config.vocab_size, config.replay)
         except MemoryError as error:
             raise ConfigError(f"not enough memory for weights and KV pool of {files.name}: lower kv_cache_memory ({error})") from None
         self._info = ExecutorInfo(
-            kv_groups=(KVGroup(spec.num_blocks, spec.block_size),),
+            kv_groups=groups,
             vocab_size=model_config.vocab_size,
             max_model_len=model_len,
-            block_bytes=(self.ops.kv_block_bytes(spec),),
+            block_bytes=tuple(self.ops.kv_block_bytes(spec) for spec in kv),
         )
         self.load_seconds = perf_counter() - started
-        _log.info("loaded %s in %.2f s: backend %s, %d KV blocks", files.name, self.load_seconds, self.ops.name, spec.num_blocks)
+        blocks = " + ".join(str(group.num_blocks) for group in groups)
+        _log.info("loaded %s in %.2f s: backend %s, %s KV blocks", files.name, self.load_seconds, self.ops.name, blocks)
 
     @property
     def info(self) -> ExecutorInfo:

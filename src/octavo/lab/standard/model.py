@@ -60,15 +60,17 @@ class LabModel:
         self.parts = parts
         self.ops = executor.ops
         self.runner = executor.runner
-        self.block_size: int = executor.info.kv_groups[0].block_size
-        self.max_length: int = min(executor.info.max_model_len, executor.info.kv_groups[0].num_blocks * self.block_size)
+        groups = executor.info.kv_groups  # every sequence lies in the same blocks of each
+        self.block_size: int = groups[0].block_size
+        self._num_blocks: int = min(group.num_blocks for group in groups)
+        self.max_length: int = min(executor.info.max_model_len, self._num_blocks * self.block_size)
         self.vocab_size: int = executor.info.vocab_size
         self.eos_token_ids = parts.eos_token_ids
         #: Tokens below this position are prompt rows, the others generated rows.
         self.num_prompt_tokens = 0
         self.keep_logits = False
         self.record: list[Forward] = []
-        self._free = list(range(executor.info.kv_groups[0].num_blocks))[::-1]
+        self._free = list(range(self._num_blocks))[::-1]
 
     @classmethod
     def load(cls, model: str = "smollm2", *, backend: str = "auto", progress: LoadProgress | None = None, **settings: Any) -> LabModel:
@@ -143,14 +145,15 @@ class LabModel:
         segments = [segment for segment in segments if segment[0]]
         positions = (start + order).astype(np.int32)
         blocks = np.asarray(cache.blocks, np.int32)
+        slots = blocks[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
         wanted = np.flatnonzero(order >= count - last).astype(np.int32)
         batch = ForwardBatch(
             token_ids=token_ids[order],
             positions=positions,
             query_start_loc=np.cumsum([0, *(rows for rows, _ in segments)]).astype(np.int32),
             seq_lens=np.array([length for _, length in segments], np.int32),
-            block_tables=(np.tile(blocks, (len(segments), 1)),),
-            slot_mapping=(blocks[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size,),
+            block_tables=(np.tile(blocks, (len(segments), 1)),) * len(self.runner.kv),
+            slot_mapping=(slots,) * len(self.runner.kv),
             num_generated=generated,
             logits_rows=wanted,
             num_generated_logits=int(np.searchsorted(wanted, generated)),

@@ -62,7 +62,7 @@ def measure(model: LabModel) -> Roofline:
         weight_bytes=sum({id(w): _nbytes(w) for w in [*inner, head]}.values()),
         layer_weights=sum(_numbers(w) for w in inner),
         head_weights=_numbers(head),
-        kv_bytes=info.block_bytes[0] / model.block_size,
+        kv_bytes=sum(info.block_bytes) / model.block_size,
         attention_flops=4.0 * config.num_layers * config.num_heads * config.head_dim,
     )
 
