@@ -1,6 +1,6 @@
 """The simulated scheduler beside the real engine: three workloads on SmolLM2, each run by the wall clock and by the virtual one.
 
-Usage: .venv/bin/python -m benchmarks.simulator [--scale 1.0] [--policy fcfs] [--output FILE.json]
+Usage: .venv/bin/python -m benchmarks.simulator [--scale 1.0] [--policy fcfs] [--workloads LIST] [--output FILE.json]
 Workloads: Poisson arrivals; bursts of 12; prompts that share one of 4 beginnings. Requests have given lengths (ignore_eos) and arrive by
 the clock, in this process, without a server. Steps are measured before and after each real run, and the costs fitted to all of them, so
 that a machine that gets slower disturbs both sides; the simulator has seen no workload. Writes results/simulator.json: throughput, TTFT
@@ -93,6 +93,30 @@ def ratios(simulated: dict[str, Any], measured: dict[str, Any]) -> dict[str, flo
     return {name: round(value, 3) for name, value in found.items()}
 
 
+def compare(
+    name: str,
+    parts: EngineParts,
+    config: EngineConfig,
+    requests: Sequence[TraceRequest],
+    measured: dict[str, Any],
+    samples: Sequence[costs.Sample],
+) -> dict[str, Any]:
+    """Simulate the trace with costs fitted to the samples, and print both sides."""
+    info, fitted = parts.executor.info, costs.fit(samples)
+    simulated = report.figures(run.simulate(requests, fitted, config, info.kv_groups[0].num_blocks, info.max_model_len))
+    for key, part in (("output_tokens_per_s", None), ("ttft_ms", "p50"), ("ttft_ms", "p95"), ("itl_ms", "p95")):
+        mine, theirs = (side[key] if part is None else side[key][part] for side in (simulated, measured))
+        words = f"{name:9} {key} {part or '':4}"
+        print(f"{words:34} simulated {mine:9.1f}   measured {theirs:9.1f}   ratio {mine / theirs:.3f}", flush=True)
+    return {
+        "trace": describe(requests),
+        "measured": measured,
+        "simulated": {key: simulated[key] for key in measured},
+        "simulated_over_measured": ratios(simulated, measured),
+        "residuals": costs.residuals(fitted, samples),
+    }
+
+
 def within(found: dict[str, float]) -> bool:
     return all(abs(found[name] - 1) <= BOUND for name in ("output_tokens_per_s", "ttft_ms_p95"))
 
@@ -101,37 +125,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scale", type=float, default=1.0, help="arrivals a second, times this (default 1)")
     parser.add_argument("--policy", default="fcfs")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--output", type=Path, default=RESULTS / "simulator.json")
     options = parser.parse_args(arguments)
     before = record.machine()
     config = EngineConfig(model="smollm2", backend="cpu", policy=options.policy, kv_cache_memory="512MiB")
     parts = EngineParts.load(config)
-    traces = {name: replace(one, rate=one.rate * options.scale).make() for name, one in WORKLOADS.items()}
     once = calibrate.Rounds(rounds=1)
-    steps = [calibrate.measure(parts, config, once)]
-    measured = {}
-    for name, requests in traces.items():
-        measured[name] = real(parts, config, requests)
-        steps.append(calibrate.measure(parts, config, once))
-    info, results, good = parts.executor.info, {}, True
-    for number, (name, requests) in enumerate(traces.items()):
-        # of the rounds just before and just after it
-        samples = [*steps[number], *steps[number + 1]]
-        fitted = costs.fit(samples)
-        outcome = run.simulate(requests, fitted, config, info.kv_groups[0].num_blocks, info.max_model_len)
-        simulated = report.figures(outcome)
-        found = ratios(simulated, measured[name])
-        good &= within(found)
-        results[name] = {
-            "trace": describe(requests),
-            "measured": measured[name],
-            "simulated": {key: simulated[key] for key in measured[name]},
-            "simulated_over_measured": found,
-            "residuals": costs.residuals(fitted, samples),
-        }
-        for key, part in (("output_tokens_per_s", None), ("ttft_ms", "p50"), ("ttft_ms", "p95"), ("itl_ms", "p95")):
-            mine, theirs = (side[key] if part is None else side[key][part] for side in (simulated, measured[name]))
-            print(f"{name:9} {key + ' ' + (part or ''):24} simulated {mine:9.1f}   measured {theirs:9.1f}   ratio {mine / theirs:.3f}")
+    steps = calibrate.measure(parts, config, once)
+    results, good = {}, True
+    for name in options.workloads.split(","):
+        requests = replace(WORKLOADS[name], rate=WORKLOADS[name].rate * options.scale).make()
+        measured = real(parts, config, requests)
+        later = calibrate.measure(parts, config, once)
+        results[name] = compare(name, parts, config, requests, measured, [*steps, *later])
+        good &= within(results[name]["simulated_over_measured"])
+        steps = later
     method = "each workload once by the wall clock in process and once simulated; costs fitted to steps measured before and after it"
     command = " ".join(["python -m benchmarks.simulator", *(sys.argv[1:] if arguments is None else arguments)])
     record.write(options.output, "simulator", command, method, before, results)
