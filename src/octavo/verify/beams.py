@@ -105,11 +105,12 @@ def _recomputed(session: Session, request: EngineRequest, watch: _Keep) -> list[
 
 def _whole_pass(recorder: Recorder, beam: Request) -> SampledToken:
     length, count = beam.num_prompt_tokens, beam.num_output_tokens
-    blocks = (tuple(range(-(-beam.num_tokens // recorder.info.kv_groups[0].block_size))),)
+    groups = recorder.info.kv_groups
+    blocks = (tuple(range(-(-beam.num_tokens // groups[0].block_size))),) * len(groups)
     prompt = ScheduledEntry(beam.request_id, 0, length, TokenKind.PROMPT, blocks, sample=not count)
     result = recorder.execute(SchedulerOutput(0, [prompt], [beam.for_worker()], dropped_request_ids=[beam.request_id]))
     if count:
-        generated = ScheduledEntry(beam.request_id, length, count, TokenKind.GENERATED, ((),), sample=True)
+        generated = ScheduledEntry(beam.request_id, length, count, TokenKind.GENERATED, ((),) * len(groups), sample=True)
         result = recorder.execute(SchedulerOutput(0, [generated]))
     if beam.request_id in result.errors:
         raise OctavoError(f"the recomputed search failed: {result.errors[beam.request_id]}")
