@@ -2,6 +2,7 @@
 
 Stateless but for the replay itself. The record of a step tells which tables it lengthened and which requests lost theirs, so that
 the tables of any step follow from those before it. html.py does the same in the page.
+Blocks that a group with a sliding window lets go while their request runs are not told: they stay its until it ends.
 Not here: drawing.
 """
 
@@ -35,5 +36,6 @@ def holders(of: dict[str, list[list[int]]], groups: int) -> Holders:
     for name, table in of.items():
         for group, blocks in enumerate(table[:groups]):
             for place, block in enumerate(blocks):
-                found[group].setdefault(block, []).append((name, place))
+                if block >= 0:  # else a place behind a sliding window, which never had one
+                    found[group].setdefault(block, []).append((name, place))
     return found
