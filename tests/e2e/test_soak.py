@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from octavo.engine.kv_cache_manager import KVCacheManager
@@ -20,11 +18,11 @@ SMOLLM2 = Shape(ids=range(1000, 40000), prompt=48, answer=12)
 @pytest.fixture(scope="module")
 def tiny_config(tmp_path_factory):
     model = write_tiny(tmp_path_factory.mktemp("soak"), fmt="gguf", quant="Q4_0", seed=3)
-    return {"model": str(model.path), "backend": "cpu", "block_size": 8, "max_model_len": 144}
+    return {"model": str(model.path), "backend": "cpu", "max_model_len": 144}
 
 
 def test_a_hundred_and_fifty_requests(tiny_config):
-    outcome = soak(draw_jobs(150, 1, TINY), tiny_config, pool=36, room=200, seed=1)
+    outcome = soak(draw_jobs(150, 1, TINY), tiny_config, pool=18, room=100, seed=1)
     assert outcome.requests == 150
     assert all(outcome.stats[name] for name in MUST_HAPPEN), outcome.stats
     assert {"length", "stop string", "stop id", "stop", "abort"} == outcome.reasons.keys()
@@ -37,13 +35,9 @@ def test_smollm2(smollm2_path):
     assert all(outcome.stats[name] for name in ("preemptions", "prefix_hit_tokens", "forks", "steps_replayed")), outcome.stats
 
 
-def test_a_wrong_block_is_seen(tiny_config, monkeypatch):
-    """Copies that are not made: a child reads what its sibling has written, or nothing."""
+def test_a_block_that_is_not_copied_is_seen(tiny_config, monkeypatch):
+    """A choice then reads, for the end of its prompt, whatever was in its block before."""
     take = KVCacheManager.take_copies
-
-    def to_elsewhere(kv):
-        return [dataclasses.replace(copy, source=(copy.source + 1) % kv.pools[0].num_blocks) for copy in take(kv)]
-
-    monkeypatch.setattr(KVCacheManager, "take_copies", to_elsewhere)
+    monkeypatch.setattr(KVCacheManager, "take_copies", lambda kv: take(kv)[1:])
     with pytest.raises(AssertionError, match="differs"):
-        soak(draw_jobs(60, 1, TINY), tiny_config, pool=36, room=200, seed=1)
+        soak(draw_jobs(60, 1, TINY), tiny_config, pool=18, room=100, seed=1)

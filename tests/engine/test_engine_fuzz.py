@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from octavo.engine.block_pool import BlockPool
 from octavo.engine.kv_cache_manager import KVCacheManager
 from octavo.engine.scheduler import Scheduler
 from tests.engine.fake import Collector, check_against_reference, finish, make_core, request
@@ -147,8 +146,18 @@ def _copy_nothing(monkeypatch):
     monkeypatch.setattr(KVCacheManager, "take_copies", lambda kv: kv.release_copies() or [])
 
 
-def _write_shared(monkeypatch):
-    monkeypatch.setattr(BlockPool, "is_cached", lambda pool, block_id: False)
+def _write_shared_tails(monkeypatch):
+    allocate = KVCacheManager.allocate_slots
+
+    def without_copies(kv, request, *args):
+        done = allocate(kv, request, *args)
+        for copy in kv._copies.pop(request.request_id, ()):
+            table = kv._holdings[request.request_id].tables[copy.group]
+            table[table.index(copy.target)] = copy.source
+            kv.pools[copy.group].release(copy.target)
+        return done
+
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", without_copies)
 
 
 def _forget_the_salt(monkeypatch):
@@ -166,9 +175,8 @@ def _forget_the_kind(monkeypatch):
     monkeypatch.setattr(KVCacheManager, "_key", lambda *args: key(*args)._replace(num_prompt_tokens=0))
 
 
-def _leak_the_copies_of_the_aborted(monkeypatch):
-    free = KVCacheManager.free
-    monkeypatch.setattr(KVCacheManager, "free", lambda kv, request: (kv._copies.pop(request.request_id, None), free(kv, request)))
+def _leak_the_sources_of_copies(monkeypatch):
+    monkeypatch.setattr(KVCacheManager, "release_copies", lambda kv: kv._copies_in_flight.clear())
 
 
 def _free_twice(monkeypatch):
@@ -208,7 +216,7 @@ def _tell_the_worker_late(monkeypatch):
 @pytest.mark.parametrize(
     "plant",
     [
-        _copy_nothing, _write_shared, _forget_the_salt, _forget_the_parent, _forget_the_kind, _leak_the_copies_of_the_aborted, _free_twice,
+        _copy_nothing, _write_shared_tails, _forget_the_salt, _forget_the_parent, _forget_the_kind, _leak_the_sources_of_copies, _free_twice,
         _lose_the_preempted, _tell_the_worker_late,
     ],
 )  # fmt: skip
