@@ -42,7 +42,9 @@ def run(name: str, requests: int, seed: int, shape: Shape, config: dict[str, Any
     except AssertionError as error:
         print(f"FAILED: {error}")
         return False
-    print(f"  {outcome.requests} requests, {outcome.choices} choices, {outcome.tokens} tokens in {time.monotonic() - begun:.0f} s: all equal")
+    print(
+        f"  {outcome.requests} requests, {outcome.choices} choices, {outcome.tokens} tokens in {time.monotonic() - begun:.0f} s: all equal"
+    )
     print("  ended by " + ", ".join(f"{reason} {count}" for reason, count in sorted(outcome.reasons.items())))
     print("  " + ", ".join(f"{name} {outcome.stats[name]}" for name in MUST_HAPPEN), flush=True)
     missing = [name for name in MUST_HAPPEN if not outcome.stats[name]]

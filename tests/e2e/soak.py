@@ -1,8 +1,10 @@
-"""A soak: random requests at full load on a real engine, and each of them alone in another one; both must say the same, bit for bit.
+"""A soak: random requests at full load on a real engine, and each of them alone in another one; both must say the same, bit
+for bit.
 
-The engine under load has a pool for about two sequences, steps of changing sizes, all policies in turn, prefix cache and recorded steps, and
-requests that end by stop strings, ids, the model's own end, their length, or an abort at a random token. The one for single requests has room, no
-cache, one thread, and no recorded steps. Compared are token ids, text, reasons and logprobs as exact values; of an aborted request what it had said.
+The engine under load has a pool for about two sequences, steps of changing sizes, all policies in turn, prefix cache and
+recorded steps, and requests that end by stop strings, ids, the model's own end, their length, or an abort at a random token.
+The one for single requests has room, no cache, one thread, and no recorded steps. Compared are token ids, text, reasons and
+logprobs as exact values; of an aborted request what it had said.
 Not here: how many requests, on which model (test_soak.py, tools/soak.py).
 """
 
@@ -30,7 +32,16 @@ LOADS: tuple[dict[str, Any], ...] = (
     {"policy": "fcfs", "max_num_batched_tokens": 48, "enable_prefix_caching": False},
 )
 #: Counters that show that what may go wrong has taken place.
-MUST_HAPPEN = ("preemptions", "tokens_recomputed", "prefix_hit_tokens", "forks", "blocks_copied", "blocks_evicted", "steps_replayed", "requests_aborted")
+MUST_HAPPEN = (
+    "preemptions",
+    "tokens_recomputed",
+    "prefix_hit_tokens",
+    "forks",
+    "blocks_copied",
+    "blocks_evicted",
+    "steps_replayed",
+    "requests_aborted",
+)
 #: So many requests wait at most, so that what arrives later still finds the cache of what came before.
 MOST_WAITING = 24
 
@@ -165,7 +176,9 @@ def run_alone(jobs: list[Job], config: dict[str, Any], progress: Progress) -> di
     return {name: accumulator.output for name, accumulator in engine.found.items()}
 
 
-def run_loaded(jobs: list[Job], config: dict[str, Any], seed: int, progress: Callable[[int], None]) -> tuple[dict[str, RequestOutput], Counter[str]]:
+def run_loaded(
+    jobs: list[Job], config: dict[str, Any], seed: int, progress: Callable[[int], None]
+) -> tuple[dict[str, RequestOutput], Counter[str]]:
     """All of them as fast as the queue takes them, with aborts and resets of the cache; and the engine's counters."""
     engine, rng = Engine(EngineConfig(**config)), random.Random(f"load/{seed}")
     core, arriving, aborting = engine.core, iter(jobs), {job.name: job.abort_after for job in jobs if job.abort_after is not None}
@@ -215,7 +228,9 @@ def soak(jobs: list[Job], config: dict[str, Any], pool: int, room: int, seed: in
     for number, load in enumerate(LOADS):
         some = jobs[number :: len(LOADS)]
         settings = {**config, "num_kv_blocks": pool, **load}
-        loaded, stats = run_loaded(some, settings, seed + number, lambda finished, done=done: progress("at full load", done + finished, len(jobs)))
+        loaded, stats = run_loaded(
+            some, settings, seed + number, lambda finished, done=done: progress("at full load", done + finished, len(jobs))
+        )
         done += len(some)
         outcome.stats += stats
         for job in some:

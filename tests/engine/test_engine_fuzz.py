@@ -216,8 +216,8 @@ def _tell_the_worker_late(monkeypatch):
 @pytest.mark.parametrize(
     "plant",
     [
-        _copy_nothing, _write_shared_tails, _forget_the_salt, _forget_the_parent, _forget_the_kind, _leak_the_sources_of_copies, _free_twice,
-        _lose_the_preempted, _tell_the_worker_late,
+        _copy_nothing, _write_shared_tails, _forget_the_salt, _forget_the_parent, _forget_the_kind, _leak_the_sources_of_copies,
+        _free_twice, _lose_the_preempted, _tell_the_worker_late,
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_found(plant, monkeypatch, quiet):

@@ -1,10 +1,10 @@
 """The life of an engine: operations in any order, each followed by a full account of blocks and requests.
 
-`Life` has one method per operation; each returns whether there was something to do. What the operations are, and in which order, its caller
-says: a hypothesis state machine (tests/engine/test_engine_fuzz.py) or a random walk (fuzz_engine.py).
-The model is the one made of hashes (tests/engine/fake.py), with KV that also depends on adapter and cache_salt, so that any block shared, written
-or kept wrongly changes a token or fails at once. Every finished answer is compared with the one of its own run by definition: token ids,
-text, reason and logprobs.
+`Life` has one method per operation; each returns whether there was something to do. What the operations are, and in which
+order, its caller says: a hypothesis state machine (tests/engine/test_engine_fuzz.py) or a random walk (fuzz_engine.py).
+The model is the one made of hashes (tests/engine/fake.py), with KV that also depends on adapter and cache_salt, so that any
+block shared, written or kept wrongly changes a token or fails at once. Every finished answer is compared with the one of its
+own run by definition: token ids, text, reason and logprobs.
 """
 
 from __future__ import annotations
@@ -244,18 +244,17 @@ def _interrupt(failed: object) -> Any:
 
 def with_stops(order: EngineRequest, token_ids: list[int], tokenizer: FakeTokenizer) -> tuple[list[int], str, str]:
     """Ids, text and finish reason of an answer: the stop strings applied to the whole text."""
-    data, params = b"", order.sampling_params
+    data, before, params = b"", "", order.sampling_params
     for count, token in enumerate(token_ids, start=1):
         if token in order.stop_token_ids and count > params.min_tokens:
             return token_ids[:count], _decoded(data), "stop"
-        if token in tokenizer.special_ids:
-            continue
-        data += tokenizer.token_bytes(token)
-        text = data.decode("utf-8", "ignore") if not data.endswith((b"\xf0\x9f", b"\x98\x80")) else ""
-        found = [stop for stop in params.stop if text.endswith(stop) and count >= params.min_tokens]
+        data += b"" if token in tokenizer.special_ids else tokenizer.token_bytes(token)
+        text = _decoded(data)
+        found = [stop for stop in params.stop if text.endswith(stop) and count >= params.min_tokens and len(text) > len(before)]
         if found:
-            return token_ids[:count], _decoded(data)[: -max(map(len, found))], "stop"
-    return token_ids, _decoded(data), "length"
+            return token_ids[:count], text[: -max(map(len, found))], "stop"
+        before = text
+    return token_ids, before, "length"
 
 
 def _decoded(data: bytes) -> str:

@@ -3,8 +3,10 @@
     python tests/fuzz/fuzz_engine.py [--operations N] [--seed S]
     python tests/fuzz/fuzz_engine.py --seed S --life K [--keep 3,17,40]
 
-An operation is one request added (or refused), one step, one abort, preemption, reset of the cache, fault or interrupt that had something to do.
-A life has random settings, down to pools of one block of one token and steps of one token; it ends when nothing is left, and its blocks are counted.
+An operation is one request added (or refused), one step, one abort, preemption, reset of the cache, fault or interrupt that
+had something to do.
+A life has random settings, down to pools of one block of one token and steps of one token; it ends when nothing is left, and
+its blocks are counted.
 What fails is repeated with ever fewer of its operations, and printed as a command.
 """
 
@@ -29,8 +31,8 @@ from tests.fuzz.engine_life import Life  # noqa: E402
 
 #: What a long run must have brought about, or it has tested less than it says.
 MUST_HAPPEN = (
-    "preemptions", "forks", "prefix_hit_tokens", "prefix_waits", "blocks_copied", "blocks_evicted", "tokens_recomputed", "requests_promoted",
-    "requests_refused", "requests_aborted", "requests_failed",
+    "preemptions", "forks", "prefix_hit_tokens", "prefix_waits", "blocks_copied", "blocks_evicted", "tokens_recomputed",
+    "requests_promoted", "requests_refused", "requests_aborted", "requests_failed",
 )  # fmt: skip
 OPERATIONS = ("add", "refuse", "step", "abort", "abort in flight", "preempt", "reset", "fail", "interrupt")
 #: Seconds spent on making a failure smaller.
@@ -166,7 +168,9 @@ def report(seed: int, number: int, error: Exception, seconds: float = SHRINK_SEC
     return FuzzFailure(f"{type(cause).__name__}: {cause}\nsettings: {settings}\n{len(keep)} of {len(operations)} operations: {command}")
 
 
-def fuzz(operations: int, seed: int, *, progress: Callable[[int], None] = lambda done: None, shrink_for: float = SHRINK_SECONDS) -> Counter[str]:
+def fuzz(
+    operations: int, seed: int, *, progress: Callable[[int], None] = lambda done: None, shrink_for: float = SHRINK_SECONDS
+) -> Counter[str]:
     """Lives until so many operations are done; returns how often what happened. Raises FuzzFailure."""
     counts: Counter[str] = Counter()
     done = number = 0
@@ -208,7 +212,8 @@ def main() -> int:
     except FuzzFailure as failure:
         print(failure)
         return 1
-    print(f"seed {options.seed}: {counts['operations']} operations in {counts['lives']} lives, {time.monotonic() - begun:.0f} s; nothing found")
+    seconds = time.monotonic() - begun
+    print(f"seed {options.seed}: {counts['operations']} operations in {counts['lives']} lives, {seconds:.0f} s: nothing found")
     print("  " + ", ".join(f"{name} {counts[name]}" for name in OPERATIONS))
     print("  " + ", ".join(f"{name} {counts[name]}" for name in MUST_HAPPEN))
     missing = [name for name in (*OPERATIONS, *MUST_HAPPEN) if not counts[name]]
