@@ -63,9 +63,9 @@ def main() -> int:
     shared = {"backend": "cpu", "kv_dtype": options.kv_dtype}
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny(Path(folder), fmt="gguf", quant="Q4_0", seed=3).path
-        good = run("tiny", options.requests, options.seed, TINY, {"model": str(path), "max_model_len": 144, **shared}, 18, 100)
+        good = run("tiny", options.requests, options.seed, TINY, {"model": str(path), "max_model_len": 144, **shared}, 12, 100)
     if good and options.smollm2:
-        good = run("smollm2", options.smollm2, options.seed, SMOLLM2, {"model": "smollm2", **shared}, 9, 40)
+        good = run("smollm2", options.smollm2, options.seed, SMOLLM2, {"model": "smollm2", **shared}, 7, 40)
     return int(not good)
 
 

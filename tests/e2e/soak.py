@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,12 +221,20 @@ def compare(job: Job, loaded: RequestOutput, alone: RequestOutput) -> None:
             assert exact(RequestOutput("", None, [], [found])) == exact(RequestOutput("", None, [], [whole])), f"{job.name}: {job}"
 
 
-def soak(jobs: list[Job], config: dict[str, Any], pool: int, room: int, seed: int, progress: Progress = lambda *_: None) -> Outcome:
+def soak(
+    jobs: list[Job],
+    config: dict[str, Any],
+    pool: int,
+    room: int,
+    seed: int,
+    progress: Progress = lambda *_: None,
+    loads: Sequence[dict[str, Any]] = LOADS,
+) -> Outcome:
     """`config`: of both engines. `pool`: blocks of the one under load, `room`: of the other. Raises AssertionError."""
     outcome, done = Outcome(), 0
     alone = run_alone(jobs, {**config, "num_kv_blocks": room}, progress)
-    for number, load in enumerate(LOADS):
-        some = jobs[number :: len(LOADS)]
+    for number, load in enumerate(loads):
+        some = jobs[number :: len(loads)]
         settings = {**config, "num_kv_blocks": pool, **load}
         loaded, stats = run_loaded(
             some, settings, seed + number, lambda finished, done=done: progress("at full load", done + finished, len(jobs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.engine.kv_cache_manager import KVCacheManager
-from tests.e2e.soak import MUST_HAPPEN, Shape, draw_jobs, soak
+from tests.e2e.soak import LOADS, MUST_HAPPEN, Shape, draw_jobs, soak
 from tests.tiny_models import write_tiny
 
 pytest.importorskip("octavo._native", reason="the native module is not built")
@@ -22,7 +22,7 @@ def tiny_config(tmp_path_factory):
 
 
 def test_a_hundred_and_fifty_requests(tiny_config):
-    outcome = soak(draw_jobs(150, 1, TINY), tiny_config, pool=18, room=100, seed=1)
+    outcome = soak(draw_jobs(150, 1, TINY), tiny_config, pool=12, room=100, seed=1)
     assert outcome.requests == 150
     assert all(outcome.stats[name] for name in MUST_HAPPEN), outcome.stats
     assert {"length", "stop string", "stop id", "stop", "abort"} == outcome.reasons.keys()
@@ -30,8 +30,8 @@ def test_a_hundred_and_fifty_requests(tiny_config):
 
 def test_smollm2(smollm2_path):
     config = {"model": str(smollm2_path), "backend": "cpu"}
-    outcome = soak(draw_jobs(25, 2, SMOLLM2), config, pool=9, room=40, seed=2)
-    assert outcome.requests == 25
+    outcome = soak(draw_jobs(20, 2, SMOLLM2), config, pool=7, room=40, seed=2, loads=LOADS[:1])
+    assert outcome.requests == 20
     assert all(outcome.stats[name] for name in ("preemptions", "prefix_hit_tokens", "forks", "steps_replayed")), outcome.stats
 
 
@@ -40,4 +40,4 @@ def test_a_block_that_is_not_copied_is_seen(tiny_config, monkeypatch):
     take = KVCacheManager.take_copies
     monkeypatch.setattr(KVCacheManager, "take_copies", lambda kv: take(kv)[1:])
     with pytest.raises(AssertionError, match="differs"):
-        soak(draw_jobs(60, 1, TINY), tiny_config, pool=18, room=100, seed=1)
+        soak(draw_jobs(60, 1, TINY), tiny_config, pool=12, room=100, seed=1)
