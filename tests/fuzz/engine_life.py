@@ -56,10 +56,13 @@ def identity(order: EngineRequest) -> str:
 
 
 class Life:
-    def __init__(self, *, num_blocks: int, block_size: int, groups: int = 1, **settings: Any) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int, groups: int = 1, window: int | None = None, **settings: Any) -> None:
+        """`window`: a further group has such a sliding window, and as many blocks."""
         self.orders: dict[str, EngineRequest] = {}
         self.kinds = not settings.get("reuse_generated", False)
-        self.executor = LifeExecutor(self.orders, num_blocks=num_blocks, block_size=block_size, groups=groups, kinds=self.kinds)
+        windows = () if window is None else ((window, num_blocks),)
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "groups": groups}
+        self.executor = LifeExecutor(self.orders, **sizes, windows=windows, kinds=self.kinds)
         self.core: EngineCore = make_core(self.executor, **settings)
         #: Tokens of the longest prompt that can run.
         self.longest = min(num_blocks * block_size, MAX_MODEL_LEN - 1)

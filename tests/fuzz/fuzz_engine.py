@@ -50,6 +50,7 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
         "num_blocks": -(-tokens // block_size),
         "block_size": block_size,
         "groups": rng.choice([1, 1, 2]),
+        "window": rng.choice([None, None, rng.randint(1, 12)]),
         "max_num_batched_tokens": rng.choice([1, 2, 3, 7, 16, 64]),
         "max_num_seqs": rng.choice([1, 2, 4, 8, 16]),
         "max_prefill_batch_size": rng.randint(1, 4),
