@@ -7,7 +7,7 @@ ARGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := all
-.PHONY: all install chat test lint docs fuzz sanitize bench bench-server clean help environment-test
+.PHONY: all install chat test lint docs fuzz soak sanitize bench bench-server clean help environment-test
 
 all: install ## the same as install
 
@@ -32,8 +32,11 @@ docs: environment-test ## check the documents: links, anchors, Python blocks
 	@$(BIN)/python tools/check_docs.py
 	@$(BIN)/python tools/figures.py
 
-fuzz: environment-test ## run the randomised tests with new seeds, ARGS="--minutes 10"
+fuzz: environment-test ## run the randomised tests with new seeds, ARGS="--minutes 10"; or ARGS="--operations 1000000" on the scheduler
 	@$(BIN)/python tools/fuzz.py $(ARGS)
+
+soak: environment-test ## 2,000 random requests at full load, each compared bit for bit with its run alone (ARGS="--requests 500")
+	@$(BIN)/python tools/soak.py $(ARGS)
 
 sanitize: environment-test ## build the native kernels with ASan and UBSan and run their tests
 	@PYTHON=$(BIN)/python tools/sanitize.sh $(ARGS)
@@ -45,6 +48,7 @@ bench: environment-test ## measure start, speed and quality; results go to resul
 	@$(BIN)/python -m benchmarks.python_share
 	@$(BIN)/python -m benchmarks.sampling
 	@$(BIN)/python -m benchmarks.attention
+	@$(BIN)/python -m benchmarks.kv_waste
 	@$(BIN)/python -m benchmarks.quality
 	@$(BIN)/python -m benchmarks.activation_bits
 	@$(BIN)/python tools/figures.py --write

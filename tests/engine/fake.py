@@ -59,12 +59,12 @@ def _mix(*values: int) -> int:
     return hash(values) & (2**60 - 1)  # of integers only: the same in every process
 
 
-def digests(tokens: Sequence[int], num_prompt: int, adapter: str | None = None) -> list[int]:
-    """What the KV of each token must hold."""
+def digests(tokens: Sequence[int], num_prompt: int, adapter: str | None = None, *, kinds: bool = True) -> list[int]:
+    """What the KV of each token must hold. `kinds`: it differs between prompt and generated tokens."""
     found: list[int] = []
     salt = zlib.crc32((adapter or "").encode())
     for position, token in enumerate(tokens):
-        found.append(_digest(found, token, TokenKind.PROMPT if position < num_prompt else TokenKind.GENERATED, salt))
+        found.append(_digest(found, token, TokenKind.GENERATED if kinds and position >= num_prompt else TokenKind.PROMPT, salt))
     return found
 
 
@@ -107,13 +107,15 @@ class FakeExecutor:
         groups: int = 1,
         script: Callable[[list[int], int], int] | None = None,
         windows: Sequence[tuple[int, int]] = (),
+        kinds: bool = True,
     ) -> None:
         """`script`: (prompt, number of tokens generated) -> next token, instead of the hash. `windows`: (sliding window, blocks)
-        of further groups, of which a row sees that many slots only."""
+        of further groups, of which a row sees that many slots only. `kinds`: see `digests`."""
         kv_groups = (*(KVGroup(num_blocks, block_size) for _ in range(groups)), *(KVGroup(n, block_size, w) for w, n in windows))
         self.info = ExecutorInfo(kv_groups, FakeTokenizer.vocab_size, max_model_len, (1,) * len(kv_groups))
         self.block_size = block_size
         self.script = script
+        self.kinds = kinds
         self.known: dict[str, _Known] = {}
         self.outputs: list[SchedulerOutput] = []
         #: Per group and block: (digest, step it was written in), or None.
@@ -122,6 +124,10 @@ class FakeExecutor:
         self.before_step: Callable[[SchedulerOutput], None] = lambda output: None
         self.errors: dict[str, str] = {}
         self.closed = False
+
+    def identity(self, new: NewRequest) -> str | None:
+        """Requests of different identity compute different KV from the same tokens."""
+        return new.adapter
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         self.step += 1
@@ -176,7 +182,7 @@ class FakeExecutor:
         self._answer(entry, known, values, result)
 
     def digests(self, known: _Known, end: int) -> list[int]:
-        return digests(known.tokens[:end], known.num_prompt, known.new.adapter)
+        return digests(known.tokens[:end], known.num_prompt, self.identity(known.new), kinds=self.kinds)
 
     def _first_visible(self, group: int, position: int) -> int:
         """The first position that a row there sees."""
@@ -230,7 +236,7 @@ class FakeExecutor:
         if params.beam_width is not None:
             result.sampled[entry.request_id] = SampledToken(token, proposals(values[-1], params.logprobs))
             return
-        logprobs = None if params.logprobs is None else {token: Logprob(-(values[-1] % 97) / 10, 1), (token + 1) % 32: Logprob(-9.0, 2)}
+        logprobs = None if params.logprobs is None else {token: logprob(values[-1]), (token + 1) % 32: Logprob(-9.0, 2)}
         result.sampled[entry.request_id] = SampledToken(token, logprobs)
 
     def close(self) -> None:
@@ -248,6 +254,11 @@ def proposals(digest: int, most: int) -> dict[int, Logprob]:
     values = distribution(digest)
     ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))
     return {token: Logprob(values[token], rank) for rank, token in enumerate(ranked[:most], start=1)}
+
+
+def logprob(digest: int) -> Logprob:
+    """Of the token drawn after this digest."""
+    return Logprob(-(digest % 97) / 10, 1)
 
 
 def prompt_logprob(digest: int, token: int) -> Logprob:
@@ -276,16 +287,23 @@ def request(
 
 def reference_tokens(order: EngineRequest, choice: int = 0, info: ExecutorInfo | None = None) -> list[int]:
     """The ids a choice generates, computed from the definition. Knows eos, stop ids and lengths, not stop strings."""
-    params, prompt = order.sampling_params, list(order.prompt_token_ids)
-    most = order.max_tokens if info is None else min(order.max_tokens, max_output_tokens(info, len(prompt)))
-    tokens, stops = list(prompt), order.stop_token_ids
-    while len(tokens) - len(prompt) < most:
-        values = digests(tokens, len(prompt), order.adapter)
-        count = len(tokens) - len(prompt)
+    return reference_run(order, choice, info, order.adapter)[0]
+
+
+def reference_run(
+    order: EngineRequest, choice: int, info: ExecutorInfo | None, identity: str | None, kinds: bool = True
+) -> tuple[list[int], list[int]]:
+    """As `reference_tokens`, for an executor with that identity and `kinds`; and what the KV of all tokens holds (but the last's)."""
+    params, num_prompt = order.sampling_params, len(order.prompt_token_ids)
+    most = order.max_tokens if info is None else min(order.max_tokens, max_output_tokens(info, num_prompt))
+    tokens, stops = list(order.prompt_token_ids), order.stop_token_ids
+    values, salt = digests(tokens, num_prompt, identity), zlib.crc32((identity or "").encode())
+    while (count := len(tokens) - num_prompt) < most:
         tokens.append(draw(values[-1], params, order.seed, choice, len(tokens), stops, count))
         if tokens[-1] in stops:
             break
-    return tokens[len(prompt) :]
+        values.append(_digest(values, tokens[-1], TokenKind.GENERATED if kinds else TokenKind.PROMPT, salt))
+    return tokens[num_prompt:], values
 
 
 class Collector:
