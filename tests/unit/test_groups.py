@@ -135,7 +135,8 @@ def test_a_tiny_model_equals_transformers_on_the_quantised_weights(tmp_path, cap
     for backend, limit in (("reference", 1e-4), ("cpu", 1e-3)):
         with caplog.at_level(logging.INFO, logger="octavo"):
             executor = harness.load(tiny.path, backend=backend, kv_dtype="f32", quantize=mode)
-        ours = harness.all_logits(executor, tokens, num_prompt=30, chunk=16)
+        # prompt rows: generated ones round activations to eight bits against 4-bit weights, which the op matrix bounds
+        ours = harness.all_logits(executor, tokens, chunk=16)
         assert np.abs(ours - theirs).max() < limit * np.abs(theirs).max()
     layouts = {"int8": "2 q8_b32, 14 q8_g128", "int4": "2 q4_b32, 12 q4_g128, 2 q8_g128"}[mode]
     assert f"quantize {mode}: matrices: {layouts}" in caplog.text
