@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-TARGETS = ["all", "install", "chat", "test", "lint", "docs", "fuzz", "sanitize", "bench", "bench-server", "clean"]
+TARGETS = ["all", "install", "chat", "test", "lint", "docs", "fuzz", "soak", "sanitize", "bench", "bench-server", "clean"]
 
 
 def load(name):

@@ -434,6 +434,7 @@ CHANGES = {
 ELSEWHERE = {
     "n", "max_tokens", "stop", "stop_token_ids", "include_stop_in_output", "ignore_eos", "bad_words", "seed",
     "prompt_logprobs", "skip_special_tokens", "logprobs", "logprobs_mode",
+    "best_of", "beam_width", "length_penalty", "early_stopping",
 }  # fmt: skip
 
 

@@ -219,7 +219,11 @@ def _stale_block(core: EngineCore) -> None:
         def lookup(key: BlockKey) -> CachedBlock | None:
             return real(key) or next((cached for known, cached in pool._index.items() if known.parent == key.parent), None)
 
-        pool.lookup = lookup  # type: ignore[method-assign]
+        def serial_of(key: BlockKey) -> int | None:
+            cached = lookup(key)
+            return None if cached is None else cached.serial
+
+        pool.lookup, pool.serial_of = lookup, serial_of  # type: ignore[method-assign]
 
     for pool in core.kv.pools:
         spoil(pool)

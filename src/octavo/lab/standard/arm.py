@@ -120,15 +120,9 @@ def engine(spec: Spec) -> dict[str, Any]:
 
 def _save_engine_logits(spec: Spec, llm: LLM, params: SamplingParams) -> None:
     """The same request again, with a copy taken of what the model hands to the sampler."""
-    model: Any = llm.executor.runner.model  # type: ignore[attr-defined]
-    inner, rows = model.logits, []
-
-    def logits(hidden: Any, num_generated: int) -> Any:
-        found = inner(hidden, num_generated)
-        rows.append(np.array(found[-1]))
-        return found
-
-    model.logits = logits
+    runner: Any = llm.executor.runner  # type: ignore[attr-defined]
+    rows: list[Any] = []
+    runner.read_logits = lambda request_id, position, logits: rows.append(np.array(logits[-1]))
     llm.generate(spec["prompt"], params)
     np.save(spec["logits"], np.array(rows))
 
