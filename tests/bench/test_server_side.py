@@ -136,8 +136,9 @@ def test_the_flags_make_the_same_configuration():
     words, given = iter(flags(config)), {}
     for word in words:
         name = word.removeprefix("--").replace("-", "_")
-        if name.endswith("enable_prefix_caching"):
-            given["enable_prefix_caching"] = not name.startswith("no_")
+        switch = name.removeprefix("no_")
+        if isinstance(getattr(config, switch), bool):
+            given[switch] = switch == name
         else:
             given[name] = next(words)
     assert "model" not in given and load_config(None, {}, given | {"model": "x.gguf"}) == config

@@ -121,21 +121,22 @@ def test_an_interrupt_at_any_point_loses_nothing_but_what_it_interrupts(tiny, al
             at_rest(llm)
         return events
 
-    beside(lambda i: None)  # the first time more is called: the step is recorded
+    beside(lambda i: None)  # the first time more is called: the step is recorded, and nothing is found in the cache
     events = beside(lambda i: None)
     end = events.index(("OutputProcessor.close", "call"))
     moments = sorted({*map(events.index, dict.fromkeys(events)), *range(end - 20, end + 60)})
     assert len(moments) > 200
-    interrupted = 0
+    interrupted = unreached = 0
     for count, moment in enumerate(moments):
         interrupt = {moment: lambda: signal.raise_signal(signal.SIGINT)}
         try:
             beside(lambda i, at=interrupt: at.pop(i, lambda: None)())
         except KeyboardInterrupt:
             interrupted += 1
+        unreached += bool(interrupt)  # a run has a few calls more or less, by what the one before has left in the cache
         if count % 20 == 0:
             assert [exact(output) for output in llm.generate(*work)] == alone[:3], events[moment]
-    assert interrupted == len(moments)
+    assert interrupted == len(moments) - unreached and unreached <= 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
