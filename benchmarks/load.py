@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stream-tokens", type=int, default=16)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--short-tokens", type=int, default=4)
-    parser.add_argument("--long-tokens", type=int, default=1500, help="of each of the four streams")
+    parser.add_argument("--long-tokens", type=int, default=4000, help="of each of the four streams")
     parser.add_argument("--posts", type=int, default=3, help="posts of each size")
     parser.add_argument("--prompt-bytes", type=int, default=1_000_000)
     parser.add_argument("--body-bytes", type=int, default=20_000_000)
