@@ -27,7 +27,8 @@ def table() -> str:
     rows = [(f"`{first}`, the whole process", f"{cold['results'][first]['median']:.2f} s", "cold_start")]
     rows += [(name, f"{values['median']:.0f} tokens/s", "speed") for name, values in speed["results"].items()]
     rows += server_rows(load("batch_sizes")["results"], load("server_load")["results"])
-    for kind, values in quality["results"].items():
+    for kind in ("prompt rows", "generated rows", "prompt rows, int8 KV", "generated rows, int8 KV"):
+        values = quality["results"][kind]
         change = 100 * (values["perplexity"] / values["perplexity_float32"] - 1)
         rows.append((f"perplexity of {kind} against float32, {values['tokens']} tokens of English", f"{change:+.2f} %", "quality"))
         rows.append((f"same most probable token as float32, {kind}", f"{100 * values['agreement']:.1f} %", "quality"))
