@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import shlex
@@ -99,6 +100,8 @@ class Service:
             self._console.loaded()
         if ready:
             step_back()
+            gc.collect()
+            gc.freeze()  # what is loaded stays: a collection while hundreds of streams are open need not walk over it
             self._console.say(ready_text(self._state, url_of(self._listener), self._takes_chat, time.monotonic() - begin))
         return ready
 
