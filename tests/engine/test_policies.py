@@ -77,19 +77,19 @@ def test_what_the_longest_prefix_knows_follows_the_cache():
     prompt = letters(40, 1)
     waiting = Request(request("w", prompt), 5)
     serials: list[int] = []
-    assert kv.follow_prefix(waiting, serials, 100) == 1 and serials == []
+    assert kv.prefixes.follow(waiting, serials, 100) == 1 and serials == []
     run(core, [request("a", prompt[:20], max_tokens=1, eos=False)])
-    kv.follow_prefix(waiting, serials, 100)
+    kv.prefixes.follow(waiting, serials, 100)
     assert len(serials) == 5
     run(core, [request("b", prompt, max_tokens=1, eos=False)])
-    assert kv.follow_prefix(waiting, serials, 3) == 3 and len(serials) == 7  # one to see that the fifth is there, two more
-    kv.follow_prefix(waiting, serials, 100)
+    assert kv.prefixes.follow(waiting, serials, 3) == 3 and len(serials) == 7  # one to see that the fifth is there, two more
+    kv.prefixes.follow(waiting, serials, 100)
     assert len(serials) == 10
     run(core, [request("big", letters(230, 3), max_tokens=1, eos=False)])  # evicts the ends first
-    kv.follow_prefix(waiting, serials, 100)
-    assert len(serials) == len(kv.match_prefix(waiting)[0][0]) < 10
+    kv.prefixes.follow(waiting, serials, 100)
+    assert len(serials) == len(kv.prefixes.match(waiting)[0][0]) < 10
     kv.reset_prefix_cache()
-    kv.follow_prefix(waiting, serials, 100)
+    kv.prefixes.follow(waiting, serials, 100)
     assert serials == [] and len(policy) == 0
     assert PREFIX_LOOKUPS < 1000
 
@@ -121,7 +121,7 @@ def test_the_bounds_hold_for_every_policy(policy, budget, decodes, seqs, stalled
         max_stalled_steps=stalled,
         promote_after_steps=patience,
     )
-    scheduler, bound = core.scheduler, core.scheduler.stall_bound
+    scheduler, bound = core.scheduler, core.scheduler.bound.steps
     orders = [
         request(f"r{i}", letters(length, i), max_tokens=most, eos=False, priority=level, tenant=tenant)
         for i, (_, length, most, level, tenant) in enumerate(arrivals)
@@ -136,7 +136,7 @@ def test_the_bounds_hold_for_every_policy(policy, budget, decodes, seqs, stalled
         while due and (due[0][0] <= scheduler.step or not core.has_unfinished_requests()):
             core.add_request(orders[due.pop(0)[1]])
         queue = {name: r for name, r in core._requests.items() if r in scheduler.waiting}
-        free = len(scheduler.prefilling) < scheduler.max_prefills and scheduler.num_running < scheduler.max_running
+        free = len(scheduler.prefilling) < scheduler.bound.max_prefills and scheduler.num_running < scheduler.bound.max_running
         core.step()
         left = [r for r in queue.values() if r not in scheduler.waiting]
         first_place = first_place + 1 if queue and free and not left else 0
@@ -153,7 +153,7 @@ def test_the_bounds_hold_for_every_policy(policy, budget, decodes, seqs, stalled
                     assert all(waited.get(r.request_id, 0) >= waited[name] - 1 for r in left), "overtaken after promote_after_steps"
                 if waited[name] == patience:
                     ahead = sum(count >= patience for other, count in waited.items() if other in queue)
-                    latest_start[name] = scheduler.step + (ahead + scheduler.max_running + 1) * longest * (bound + 1)
+                    latest_start[name] = scheduler.step + (ahead + scheduler.bound.max_running + 1) * longest * (bound + 1)
                 assert scheduler.step <= latest_start.get(name, scheduler.step)
     assert core.stats.requests_finished == len(orders)
 

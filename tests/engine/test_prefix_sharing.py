@@ -148,7 +148,7 @@ def computed(kv: KVCacheManager, name: str, prompt, num_prompt: int | None = Non
 
 
 def hit(kv: KVCacheManager, prompt) -> int:
-    return len(kv.match_prefix(Request(request("?", prompt), 9))[0][0])
+    return len(kv.prefixes.match(Request(request("?", prompt), 9))[0][0])
 
 
 def test_the_least_recently_used_prefix_goes_first_and_from_its_end():
@@ -170,11 +170,11 @@ def test_hashes_of_blocks_depend_on_a_secret_and_equality_on_the_tokens():
     made, same, near = (
         Request(request(name, tokens), 1) for name, tokens in (("a", [5, 6, 7, 8]), ("b", [5, 6, 7, 8]), ("c", [5, 6, 7, 9]))
     )
-    assert one._key(made, 0, 0) == one._key(same, 0, 0) != one._key(near, 0, 0)
-    assert hash(one._key(made, 0, 0)) != hash(other._key(made, 0, 0))
+    assert one.prefixes.key(made, 0, 0) == one.prefixes.key(same, 0, 0) != one.prefixes.key(near, 0, 0)
+    assert hash(one.prefixes.key(made, 0, 0)) != hash(other.prefixes.key(made, 0, 0))
     assert len(one._secret) >= 16 and one._secret != other._secret
     large = Request(request("d", [2**40, 1, 2, 3]), 1)
-    assert one._key(large, 0, 0) != one._key(Request(request("e", [0, 1, 2, 3]), 1), 0, 0)
+    assert one.prefixes.key(large, 0, 0) != one.prefixes.key(Request(request("e", [0, 1, 2, 3]), 1), 0, 0)
 
 
 # Turns of a chat

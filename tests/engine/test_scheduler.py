@@ -122,7 +122,7 @@ def test_the_starvation_bound_holds(budget, decodes, prefills, seqs, stalled, ar
         max_stalled_steps=stalled,
     )
     scheduler = core.scheduler
-    bound = scheduler.stall_bound
+    bound = scheduler.bound.steps
     assert bound == stalled or (min(budget, decodes) == 1 and bound == max(4, stalled))
     orders = [request(f"r{i}", letters(length, i), max_tokens=most, n=n, eos=False) for i, (_, length, most, n) in enumerate(arrivals)]
     due = sorted((wait * 3, i) for i, (wait, *_rest) in enumerate(arrivals))
@@ -133,7 +133,7 @@ def test_the_starvation_bound_holds(budget, decodes, prefills, seqs, stalled, ar
         if not due and not core.has_unfinished_requests():
             break
         first = scheduler.waiting.peek(scheduler.step + 1)
-        free = len(scheduler.prefilling) < scheduler.max_prefills and scheduler.num_running < scheduler.max_running
+        free = len(scheduler.prefilling) < scheduler.bound.max_prefills and scheduler.num_running < scheduler.bound.max_running
         core.step()
         waited = waited + 1 if first is not None and first is head and first in scheduler.waiting and free else 0
         head = first

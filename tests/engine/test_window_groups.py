@@ -89,7 +89,7 @@ def test_a_hit_is_found_though_its_beginning_has_been_evicted(full):
     assert kv.admit(longer) and longer.num_computed_tokens == 40
     kv.check_invariants([longer])
     shorter = make("c", range(14))  # its end is long gone from the window's pool: a hit would read what is not there
-    assert kv.match_prefix(shorter) == ([[]] * len(kv.pools), [])
+    assert kv.prefixes.match(shorter) == ([[]] * len(kv.pools), [])
     kv.free(longer)
     assert kv.admit(shorter) and shorter.num_computed_tokens == 0
     kv.check_invariants([shorter])

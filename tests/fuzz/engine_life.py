@@ -233,7 +233,7 @@ class Life:
         assert not scheduler.num_waiting and not scheduler.num_waiting_tokens and not scheduler.num_running and not scheduler.holding
         assert stats.requests_added == stats.requests_finished == len(self.collector.accumulators)
         assert not core.kv._holdings and not core.kv._copies and not core.kv._copies_in_flight
-        assert self.executor.known.keys() <= set(scheduler._dropped), "the worker keeps what it is never told to drop"
+        assert self.executor.known.keys() <= set(scheduler.worker.dropped), "the worker keeps what it is never told to drop"
         for pool in core.kv.pools:
             assert pool.ref_counts == [0] * pool.num_blocks
             assert pool.num_free == pool.num_blocks >= pool.num_cached

@@ -17,6 +17,8 @@ from octavo.engine.metrics import EngineStats
 
 #: Serial of the empty prefix.
 ROOT = 0
+#: Stands in a block table for a block behind the window. No block has this number, so that reading it is an error.
+NO_BLOCK = -1
 
 
 class BlockKey(NamedTuple):

@@ -323,13 +323,13 @@ class EngineCore:
     def _abandon_step(self) -> None:
         """After an interrupt: abort everything. Inside the executor the accounting is whole and the cache is kept;
         elsewhere it may be half changed and starts afresh."""
-        requests, undelivered = list(self._requests.values()), self.scheduler.undelivered_drops()
+        requests, undelivered = list(self._requests.values()), self.scheduler.worker.undelivered_drops()
         if self._executing:
             self.kv.release_copies()
         else:
             self._start_fresh()
         self._executing = False
-        self.scheduler.drop(undelivered)
+        self.scheduler.worker.drop(undelivered)
         for request in requests:
             self._early += self._gathered(self._end_request(request, Ending("abort")))
         self._gathering.clear()

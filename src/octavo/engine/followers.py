@@ -48,7 +48,7 @@ class Followers:
             tokens = self._kv.shared_beginning(request, other)
             if tokens > shared:
                 shared, leader = tokens, other
-        if leader is None or len(self._kv.match_prefix(request)[0][0]) * self._kv.block_size >= shared:
+        if leader is None or len(self._kv.prefixes.match(request)[0][0]) * self._kv.block_size >= shared:
             return False
         self._following[request.request_id] = _Following(request, leader, shared, step)
         return True

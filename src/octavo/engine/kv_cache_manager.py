@@ -6,33 +6,22 @@ Owner of all block tables and pools. The rules it keeps:
 - copies run before anything in a step writes, and their sources stay held until the step has run.
 Not here: when to admit or preempt (scheduler.py), the memory (worker/kv_cache.py).
 
-A prefix hit walks full blocks from the start and compares parent and tokens exactly (block_pool.BlockKey). At least the
-last known token is always computed, for its logits: where the hit covers that too, the last block is copied. The key says
-which tokens are prompt and which generated, since their arithmetic differs; with `reuse_generated` it does not.
-
 Groups with a sliding window hold no block that lies wholly behind the window of every later row: its place in the table is NO_BLOCK.
 They get their blocks step by step (`allocate_chunk`); what a prefill will still need of them is promised to it, so that no
-other is admitted on it. A hit needs their blocks over the last window of it only. Prefixes are named by group 0, the one
-without a window where there is one; where there is none, it remembers names whose blocks are gone.
+other is admitted on it. What a hit is: prefix_cache.py.
 """
 
 from __future__ import annotations
 
-import os
-from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from octavo.engine.block_pool import ROOT, BlockHolder, BlockKey, BlockPool, BlockView
+from octavo.engine.block_pool import NO_BLOCK, BlockHolder, BlockView
 from octavo.engine.executor import KVGroup
 from octavo.engine.metrics import EngineStats
+from octavo.engine.prefix_cache import PrefixCache, starts_of
 from octavo.engine.request import Request
 from octavo.engine.scheduler_output import BlockCopy
-
-#: Stands in a block table for a block behind the window. No block has this number, so that reading it is an error.
-NO_BLOCK = -1
-#: Names of evicted prefixes that a pool remembers for each of its blocks, where no group keeps whole prefixes.
-NAMES_PER_BLOCK = 16
 
 
 @dataclass(slots=True)
@@ -75,12 +64,9 @@ class KVCacheManager:
         self.max_chunk = max_chunk
         #: Numbers of the groups with a window.
         self._windows = tuple(g for g, group in enumerate(groups) if group.sliding_window is not None)
-        names = NAMES_PER_BLOCK * groups[0].num_blocks if groups[0].sliding_window is not None else 0
-        self.pools = tuple(BlockPool(group.num_blocks, stats, 0 if g else names) for g, group in enumerate(groups))
-        self.enable_prefix_caching = enable_prefix_caching
-        self.reuse_generated = reuse_generated
+        self.prefixes = PrefixCache(groups, stats, enabled=enable_prefix_caching, reuse_generated=reuse_generated)
+        self.pools = self.prefixes.pools
         self.stats = stats
-        self._secret = os.urandom(16)
         self._holdings: dict[str, _Holding] = {}
         #: Copies that the next step will run, by request; each holds its source.
         self._copies: dict[str, list[BlockCopy]] = {}
@@ -109,85 +95,11 @@ class KVCacheManager:
         """The tables themselves, one per group: read only."""
         return self._holdings[request.request_id].tables
 
-    # Starting a request
-
-    def match_prefix(self, request: Request, most: int | None = None) -> tuple[list[list[int]], list[int]]:
-        """Blocks per group, and serials, of the longest cached prefix in whole blocks (at most `most`); may cover every known
-        token. Groups with a window need the blocks that its next row sees; the others need all."""
-        blocks: list[list[int]] = [[] for _ in self.pools]
-        serials: list[int] = []
-        if not self.enable_prefix_caching or request.bypasses_prefix_cache:
-            return blocks, serials
-        whole = request.num_tokens // self.block_size
-        unbroken = [0] * len(self.pools)  # how many blocks up to here can be found, without a gap
-        hit = 0
-        for index in range(whole if most is None else min(most, whole)):
-            key = self._key(request, index, serials[-1] if serials else ROOT)
-            found = [pool.lookup(key) for pool in self.pools]
-            if None in found and not self._windows:
-                break
-            serial = self.pools[0].serial_of(key)
-            if serial is None:
-                break
-            serials.append(serial)
-            for g, cached in enumerate(found):
-                blocks[g].append(NO_BLOCK if cached is None else cached.block_id)
-                unbroken[g] = 0 if cached is None else unbroken[g] + 1
-            if not self._windows or self._covers(unbroken, index + 1, request):
-                hit = index + 1
-        starts = self._starts(min(hit * self.block_size, request.num_tokens - 1))
-        return [[NO_BLOCK] * start + table[start:hit] for start, table in zip(starts, blocks, strict=True)], serials[:hit]
-
-    def _covers(self, unbroken: list[int], num_blocks: int, request: Request) -> bool:
-        """The last `unbroken` blocks of each group are all that the row after a hit of `num_blocks` sees."""
-        starts = self._starts(min(num_blocks * self.block_size, request.num_tokens - 1))
-        return all(num_blocks - start <= count for start, count in zip(starts, unbroken, strict=True))
-
-    def _starts(self, num_computed: int) -> list[int]:
-        """Per group: the first block that a row at position `num_computed` or later sees."""
-        starts = [0] * len(self.pools)
-        for g in self._windows:
-            starts[g] = max(0, num_computed - (self.groups[g].sliding_window or 0) + 1) // self.block_size
-        return starts
-
-    def follow_prefix(self, request: Request, serials: list[int], most: int) -> int:
-        """Bring `serials` (of the prefix of a waiting request that group 0 knows, [] at first) up to date with at most about
-        `most` lookups; returns how many it took. Costs what has changed, not what is known. Does not ask whether groups with a
-        window still have its end: an estimate there, from above."""
-        pool, lookups = self.pools[0], 0
-        if not self.enable_prefix_caching or request.bypasses_prefix_cache:
-            return lookups
-        while serials and lookups < most:  # evicted from its end
-            serial = pool.serial_of(self._key(request, len(serials) - 1, serials[-2] if len(serials) > 1 else ROOT))
-            lookups += 1
-            if serial == serials[-1]:
-                break
-            serials.pop()
-        while lookups < most and len(serials) < request.num_tokens // self.block_size:
-            serial = pool.serial_of(self._key(request, len(serials), serials[-1] if serials else ROOT))
-            lookups += 1
-            if serial is None:
-                break
-            serials.append(serial)
-        return lookups
-
     def shared_beginning(self, request: Request, other: Request) -> int:
-        """Prompt tokens of a waiting request, in whole blocks, that `other` computes too and has not made findable yet; or 0."""
-        size, mine, theirs = self.block_size, request.origin, other.origin
-        if not self.enable_prefix_caching or request.bypasses_prefix_cache or not self._holdings[other.request_id].findable:
-            return 0
-        if (mine.adapter, mine.cache_salt) != (theirs.adapter, theirs.cache_salt):
-            return 0
-        done = other.num_computed_tokens // size
-        most = min(request.num_prompt_tokens, other.num_prompt_tokens, other.num_target_tokens) // size
-        count = 0
-        if done < most and request.token_ids[: done * size] == other.token_ids[: done * size]:
-            count = done
-            while (
-                count < most and request.token_ids[count * size : (count + 1) * size] == other.token_ids[count * size : (count + 1) * size]
-            ):
-                count += 1
-        return count * size if count > done else 0
+        """As PrefixCache says, and 0 where what the other computes will not become findable."""
+        return self.prefixes.shared_beginning(request, other) if self._holdings[other.request_id].findable else 0
+
+    # Starting a request
 
     def admit(self, request: Request, headroom: int = 0, *, twice: bool = False) -> bool:
         """Give a request blocks for all tokens it has to compute, shared with a cached prefix where there is one; in groups with
@@ -196,7 +108,7 @@ class KVCacheManager:
         Sets num_computed_tokens. False, with nothing changed, unless `headroom` blocks stay free beside, and with `twice` as
         many again as the tokens it has to compute fill; where there is a window, never more than half of a pool.
         """
-        blocks, serials = self.match_prefix(request)
+        blocks, serials = self.prefixes.match(request)
         hit = min(len(blocks[0]) * self.block_size, request.num_tokens - 1)
         if twice:
             headroom += self.blocks_for(request.num_target_tokens - hit)
@@ -204,7 +116,7 @@ class KVCacheManager:
         if not done and hit % self.block_size and request.num_target_tokens > hit:
             # The copy of the last block is one block too many: compute the whole of that block instead.
             if self._windows:
-                blocks, serials = self.match_prefix(request, len(serials) - 1)
+                blocks, serials = self.prefixes.match(request, len(serials) - 1)
             done = self._start(request, blocks, serials, min(len(serials), hit // self.block_size) * self.block_size, headroom)
         if done:
             self.stats.prefix_query_tokens += request.num_tokens
@@ -244,7 +156,7 @@ class KVCacheManager:
         `findable` False: those blocks were computed before a reset of the cache.
         """
         used, named = self.blocks_for(num_computed), num_computed // self.block_size
-        starts = self._starts(num_computed)
+        starts = starts_of(self.groups, num_computed)
         holding = _Holding(tuple(table[:used] for table in blocks), starts, serials[:named], findable=findable)
         for pool, table, start in zip(self.pools, holding.tables, starts, strict=True):
             for block_id in table[start:]:
@@ -356,20 +268,15 @@ class KVCacheManager:
         """Make the full blocks findable whose KV has been written, and let go of those that no later row sees: call when a
         step's result is back."""
         holding = self._holdings[request.request_id]
-        if self.enable_prefix_caching and holding.findable:
-            chain, full = holding.serials, request.num_computed_tokens // self.block_size
-            for index in range(len(chain), full):
-                key = self._key(request, index, chain[-1] if chain else ROOT)
-                chain.append(self.pools[0].register(holding.tables[0][index], key))
-                for pool, table in zip(self.pools[1:], holding.tables[1:], strict=True):
-                    pool.register(table[index], key, chain[-1])
+        if self.prefixes.enabled and holding.findable:
+            self.prefixes.name_blocks(request, holding.tables, holding.serials)
         if self._windows:
             self._free_behind_window(request, holding)
 
     def _free_behind_window(self, request: Request, holding: _Holding) -> None:
         if request.num_computed_tokens >= holding.num_target_tokens:
             holding.promised = []
-        starts = self._starts(request.num_computed_tokens)
+        starts = starts_of(self.groups, request.num_computed_tokens)
         for g in self._windows:
             pool, table = self.pools[g], holding.tables[g]
             for index in range(holding.starts[g], starts[g]):
@@ -424,16 +331,6 @@ class KVCacheManager:
         for holding in self._holdings.values():
             holding.findable = False
 
-    def _key(self, request: Request, index: int, parent: int) -> BlockKey:
-        start = index * self.block_size
-        return BlockKey(
-            parent=parent,
-            tokens=self._secret + array("q", request.token_ids[start : start + self.block_size]).tobytes(),
-            num_prompt_tokens=0 if self.reuse_generated else max(0, min(self.block_size, request.num_prompt_tokens - start)),
-            adapter=request.origin.adapter,
-            cache_salt=request.origin.cache_salt,
-        )
-
     # Looking
 
     def snapshot(self) -> list[BlockView]:
@@ -462,7 +359,7 @@ class KVCacheManager:
         assert self._holdings.keys() == {request.request_id for request in holders}, "tables of unknown or missing requests"
         for request in holders:
             holding = self._holdings[request.request_id]
-            assert holding.starts == self._starts(request.num_computed_tokens), f"{request.request_id}: blocks behind a window"
+            assert holding.starts == starts_of(self.groups, request.num_computed_tokens), f"{request.request_id}: blocks behind a window"
             for table, start in zip(holding.tables, holding.starts, strict=True):
                 assert len(table) >= self.blocks_for(request.num_computed_tokens), f"{request.request_id}: table too short"
                 assert table[:start] == [NO_BLOCK] * start and NO_BLOCK not in table[start:], f"{request.request_id}: holes"

@@ -217,7 +217,7 @@ class LongestPrefix(ShortestPrefill):
                 return
             request, serials = self._window.pop(name)
             self._window[name] = (request, serials)  # behind the others, for the next step
-            left -= self._kv.follow_prefix(request, serials, left)
+            left -= self._kv.prefixes.follow(request, serials, left)
 
     def remove(self, request: Request, step: int) -> None:
         if self._window.pop(request.request_id, None) is not None:

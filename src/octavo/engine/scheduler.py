@@ -16,14 +16,7 @@ budget of tokens so that the first catches up with the second. In a step, in thi
 Limits: max_num_batched_tokens a step; max_prefill_batch_size requests get more than one token, max_decode_batch_size
 exactly one.
 
-Starvation bound. With S = max_stalled_steps, B = max_num_batched_tokens, D = max_decode_batch_size:
-- a running request gets nothing for at most S steps in a row. For that, at most S * min(D - 1, B - B // 2) requests run
-  (what is sure to be served beside a starved prefill), so the round robin comes around in time;
-- the same holds for half-done prefills and for the first place in the queue, whoever stands there, as long as a sequence, its
-  blocks and a prefill place are free (at most S prefills are half done at a time). How long a request may be overtaken
-  before it stands there: policies.py. One starved prefill is served a step, and with
-  K of them each is called starved K - 1 steps early, so that the last one is still in time.
-Where a step can hold a single decode (B or D is 1), starved prefills take every other step only; S is then at least 4.
+No request that runs, and not the first place of the queue, gets nothing for more than max_stalled_steps in a row (starvation.py).
 
 When a decode, or the first token of a chunk, finds no free block, a holding parent lets go of its blocks; where there is none, a
 running request is preempted and will recompute: of those the policy puts last the one with the least to recompute. The most
@@ -38,9 +31,8 @@ A beginning that a running prefill computes is not computed twice: who shares it
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from itertools import chain, islice
 from time import perf_counter
 
@@ -52,10 +44,11 @@ from octavo.engine.kv_cache_manager import KVCacheManager
 from octavo.engine.metrics import EngineStats
 from octavo.engine.policies import Policy, make_policy
 from octavo.engine.request import Request, RequestStatus
-from octavo.engine.scheduler_output import ScheduledEntry, SchedulerOutput, TokenKind
+from octavo.engine.scheduler_output import SchedulerOutput, TokenKind
+from octavo.engine.starvation import StarvationBound
 from octavo.engine.step_plan import PlannedEntry, StepPlan
-
-_log = logging.getLogger("octavo")
+from octavo.engine.victims import Victims
+from octavo.engine.worker_view import WorkerView
 
 
 class Scheduler:
@@ -64,9 +57,12 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.stats = stats
+        self.bound = StarvationBound.of(config)
         self.clock = clock
         self.step = step
         self.waiting: Policy = make_policy(config, kv)
+        self.worker = WorkerView(kv, stats)
+        self.victims = Victims(kv, self.waiting)
         self.followers = Followers(kv, config.max_num_seqs)
         #: Prompt and generated tokens of all requests that wait.
         self.num_waiting_tokens = 0
@@ -76,10 +72,6 @@ class Scheduler:
         #: Parents whose children are not all admitted yet, and beams that wait for the other beams.
         self.holding: dict[str, Request] = {}
         self.plan = self._empty_plan()
-        self._no_blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in kv.pools)
-        self._none_sent = (0,) * len(kv.pools)
-        self._dropped: list[str] = []
-        self._dropped_in_flight: list[str] = []
         self._head: Request | None = None
         #: Last step in which the first place of the queue was served, or could not be for lack of a place to run.
         self._queue_served = step
@@ -88,25 +80,6 @@ class Scheduler:
         self._debt = 0
         #: The first waiting request, if it could not start although nothing else holds anything: it never will.
         self.stuck: Request | None = None
-        self._set_bounds()
-
-    def _set_bounds(self) -> None:
-        budget, decodes = self.config.max_num_batched_tokens, self.config.max_decode_batch_size
-        #: A starved prefill may go first in every step, or in every other one where it would take the only place.
-        self.period = 2 if min(budget, decodes) == 1 else 1
-        self.stall_bound = max(self.config.max_stalled_steps, 2 * self.period if self.period > 1 else 1)
-        sure = self.stall_bound // 2 if self.period > 1 else self.stall_bound * min(decodes - 1, budget - budget // 2)
-        self.max_running = min(self.config.max_num_seqs, sure)
-        self.max_prefills = max(1, (self.stall_bound + 1) // self.period - 1)
-        if self.max_running < self.config.max_num_seqs or self.stall_bound > self.config.max_stalled_steps:
-            _log.warning(
-                "to keep the starvation bound with steps of %d tokens and %d decodes: at most %d sequences run at once, "
-                "and none gets nothing for more than %d steps",
-                budget,
-                decodes,
-                self.max_running,
-                self.stall_bound,
-            )
 
     def _empty_plan(self) -> StepPlan:
         config = self.config
@@ -181,14 +154,6 @@ class Scheduler:
         """Running prefill-only requests with nothing missing any more."""
         return [r for r in self.prefilling.values() if r.prefill_only and r.num_missing_tokens == 0]
 
-    def undelivered_drops(self) -> list[str]:
-        """Ids the worker has not been told to forget, or that were in the step under way."""
-        return [*self._dropped_in_flight, *self._dropped]
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Have the worker forget these, whether or not it knows them."""
-        self._dropped.extend(request_ids)
-
     # A step
 
     def schedule(self) -> SchedulerOutput:
@@ -204,7 +169,7 @@ class Scheduler:
             self._plan_chunk(request, "resumed" if request.metrics.num_preemptions else "prompt")
         self._admit_waiting()
         self.stuck = self.waiting.peek(self.step) if not (self.num_running or self.holding) else None
-        return self._output()
+        return self.worker.output(self.step, self.plan)
 
     def complete_step(self, failed: Container[str]) -> list[tuple[Request, PlannedEntry]]:
         """The step's KV is written (but that of `failed` requests): count and commit it.
@@ -235,7 +200,7 @@ class Scheduler:
         """The prefill, running or first in the queue, that must be served now to keep the bound."""
         candidates = list(self.prefilling.values())
         head = self.waiting.peek(self.step)
-        place = len(candidates) < self.max_prefills and self.num_running < self.max_running
+        place = len(candidates) < self.bound.max_prefills and self.num_running < self.bound.max_running
         if self._head is None or not place:
             self._queue_served = self.step - 1  # only now the waiting of the first place begins to count
         if head is not None:
@@ -243,13 +208,13 @@ class Scheduler:
             if place:
                 candidates.append(head)
         self._head = head
-        if self.period > 1 and self.step % self.period:
+        if self.bound.period > 1 and self.step % self.bound.period:
             return None
         if not candidates:
             return None
         oldest = min(candidates, key=lambda r: (r.last_step, self.waiting.rank(r)))
         stalled = self.step - 1 - oldest.last_step
-        return oldest if stalled >= self.stall_bound + 1 - self.period * len(candidates) else None
+        return oldest if self.bound.is_starved(stalled, len(candidates)) else None
 
     def _plan_decodes(self) -> None:
         places = min(self.plan.decode_places, self.plan.budget)
@@ -285,7 +250,7 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         entries = self.plan.entries
         half_done = sum(not (r.request_id in entries and entries[r.request_id].completes) for r in self.prefilling.values())
-        while self.plan.budget > 0 and half_done < self.max_prefills:
+        while self.plan.budget > 0 and half_done < self.bound.max_prefills:
             request = self.waiting.peek(self.step)
             if request is not None and self._follow(request):
                 continue
@@ -303,9 +268,9 @@ class Scheduler:
         state = (request, self.kv.room(), self.num_running, self.kv.blocks_for(self._debt))
         if self.num_running > 0 and state == self._blocked:
             return False  # nothing has changed since it did not fit
-        reserve = self.num_running > 0 and (self._debt > 0 or request.num_lost_tokens > 0) and self._victim_for(request) is None
-        while self.num_running >= self.max_running or not self._start(request, reserve):
-            victim = self._victim_for(request)
+        reserve = self.num_running > 0 and (self._debt > 0 or request.num_lost_tokens > 0) and self._pushed_out_by(request) is None
+        while self.num_running >= self.bound.max_running or not self._start(request, reserve):
+            victim = self._pushed_out_by(request)
             if victim is None:
                 self._blocked = state
                 return False
@@ -374,33 +339,12 @@ class Scheduler:
 
     def _make_room_for(self, request: Request) -> bool:
         """Preempt one that holds blocks; False when it was the request itself."""
-        victim = self._latest(self.holding.values()) or self._victim()
+        victim = self.victims.for_running(self.running(), self.holding.values())
         self._preempt(victim)
         return victim is not request
 
-    def _victim(self) -> Request:
-        """Who gives up its blocks to the running ones: not the most urgent, unless it is alone."""
-        running = list(self.running())
-        if len(running) > 1:
-            running.remove(min(running, key=self.waiting.rank))
-        return self._cheapest(running)
-
-    def _victim_for(self, request: Request) -> Request | None:
-        """Whom a waiting request may push out: whom the policy says; and holding parents where nothing runs at all."""
-        if self.num_running == 0:
-            return self._latest(self.holding.values())
-        less_urgent = self.waiting.less_urgent(request, self.running())
-        return self._cheapest(less_urgent) if less_urgent else None
-
-    def _cheapest(self, requests: Collection[Request]) -> Request:
-        """Of those the policy puts last the one with the least to recompute, that frees a block at all; the latest of equal ones."""
-        level = max(map(self.waiting.level, requests))
-        costs = [(self.kv.tokens_at_risk(r), r) for r in requests if self.waiting.level(r) == level]
-        least = min(costs, key=lambda cost: (cost[0] < 0, cost[0]))[0]
-        return max((r for risk, r in costs if risk == least), key=self.waiting.rank)
-
-    def _latest(self, requests: Iterable[Request]) -> Request | None:
-        return max(requests, key=self.waiting.rank, default=None)
+    def _pushed_out_by(self, request: Request) -> Request | None:
+        return self.victims.for_waiting(request, list(self.running()), self.holding.values())
 
     def _preempt(self, request: Request) -> None:
         """Free its blocks. A running request is queued again; a parent is done, its children go on without it."""
@@ -423,48 +367,13 @@ class Scheduler:
         for group in (self.prefilling, self.decoding, self.holding):
             group.pop(request.request_id, None)
         self.kv.free(request)
-        if request.known_to_worker:
-            self._dropped.append(request.request_id)
-            request.known_to_worker = False
-
-    # The contract with the worker
-
-    def _output(self) -> SchedulerOutput:
-        # Sorted by kind, generated rows first; the plan keeps that order for the result.
-        entries = self.plan.entries
-        prompts = [entry for entry in entries.values() if entry.kind is TokenKind.PROMPT]
-        ordered = [entry for entry in entries.values() if entry.kind is not TokenKind.PROMPT] + prompts
-        if prompts and len(prompts) < len(ordered):
-            self.plan.entries = {entry.request.request_id: entry for entry in ordered}
-        output = SchedulerOutput(self.step, [], block_copies=self.kv.take_copies())
-        for entry in ordered:
-            output.entries.append(self._scheduled(entry, output))
-        num_prompt = sum(entry.num_tokens for entry in prompts)
-        self.stats.prompt_tokens_computed += num_prompt
-        self.stats.generated_tokens_computed += sum(entry.num_tokens for entry in ordered) - num_prompt
-        if ordered or output.block_copies:  # otherwise there is no step that would carry them
-            output.dropped_request_ids.extend(self._dropped)
-            self._dropped_in_flight, self._dropped = self._dropped, []
-        return output
-
-    def _scheduled(self, entry: PlannedEntry, output: SchedulerOutput) -> ScheduledEntry:
-        request = entry.request
-        if not request.known_to_worker:
-            output.new_requests.append(request.for_worker())
-            request.known_to_worker = True
-            request.num_blocks_sent = self._none_sent
-        tables = self.kv.block_tables(request)
-        sent, request.num_blocks_sent = request.num_blocks_sent, tuple(map(len, tables))
-        new_block_ids = self._no_blocks
-        if sent != request.num_blocks_sent:
-            entry.blocks = new_block_ids = tuple(tuple(table[count:]) for table, count in zip(tables, sent, strict=True))
-        return ScheduledEntry(request.request_id, entry.start, entry.num_tokens, entry.kind, new_block_ids, entry.sample)
+        self.worker.forget(request)
 
     def check_invariants(self) -> None:
         """Raises AssertionError. For tests: O(requests + blocks)."""
         holders = [*self.running(), *self.holding.values()]
         self.kv.check_invariants(holders)
-        assert self.num_running <= self.max_running
+        assert self.num_running <= self.bound.max_running
         for request in self.running():
             assert request.status is RequestStatus.RUNNING and request not in self.waiting
             assert 0 <= request.num_computed_tokens <= request.num_target_tokens

@@ -40,6 +40,10 @@ class KVGroup:
         assert self.sliding_window is not None
         return -(-(self.sliding_window - 1 + num_tokens) // self.block_size) + 1
 
+    def first_block_seen(self, num_computed: int) -> int:
+        """The first block that a row at position `num_computed` or later sees."""
+        return 0 if self.sliding_window is None else max(0, num_computed - self.sliding_window + 1) // self.block_size
+
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that an empty pool has room for; 2**62 where a window moves over any length."""
