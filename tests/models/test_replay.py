@@ -172,11 +172,14 @@ def test_rows_of_an_operand_are_refused(tiny, caplog):
         sequences = harness.Sequences(executor)
         sequences.add("a", list(range(100)))
         model, ops = executor.runner.model, executor.ops
-        forward, weight = model.forward, ops.pack_vector(np.ones(256, np.float32))
-        model.forward = lambda batch, rows=rows, ops=ops, forward=forward, weight=weight: (
-            out := forward(batch),
-            ops.rms_norm(out[rows], weight, 1e-5),
-        )[0]
+        forward = model.forward
+
+        def with_norm_of_some(batch, rows=rows, ops=ops, forward=forward):
+            logits = forward(batch)
+            ops.rms_norm(logits[rows], ops.pack_vector(np.ones(logits.shape[1], np.float32)), 1e-5)
+            return logits
+
+        model.forward = with_norm_of_some
         caplog.clear()
         with caplog.at_level(logging.WARNING, "octavo"):
             for count in (4, 4):

@@ -189,8 +189,8 @@ def test_hostile_file_is_refused_by_name_in_little_memory(tmp_path, case):
 
 def test_many_arrays_are_refused_before_they_fill_the_memory(tmp_path):
     """Each within the limit of one array; a number of two bytes in the file is an object of forty in memory."""
-    numbers = (np.arange(1 << 20, dtype=np.uint16) | 0x100).tobytes()
-    arrays = [g.entry(f"a{i}", g.ARRAY, struct.pack("<IQ", g.UINT16, 1 << 20) + numbers) for i in range(6)]
+    numbers = (np.arange(1 << 20, dtype=np.uint16) | 0x100).tobytes()  # value type 2
+    arrays = [g.entry(f"a{i}", g.ARRAY, struct.pack("<IQ", 2, 1 << 20) + numbers) for i in range(6)]
     with pytest.raises(ModelLoadError, match="the length of metadata 'a4' is 1048576, more than the limit of 0"):
         opened(tmp_path, g.gguf(arrays))
 
