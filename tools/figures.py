@@ -39,8 +39,32 @@ def table() -> str:
         "| what | figure | file |",
         "|---|---|---|",
         *(f"| {what} | {figure} | `results/{file}.json` |" for what, figure, file in rows),
+        *comparison("SmolLM2-135M-Instruct (Q4_1)", "compare"),
+        *comparison("the shape of Qwen2.5-7B, random weights (Q4_0), an engine at a time", "compare_7b"),
     ]
     return "\n".join(lines) + "\n"
+
+
+def comparison(model: str, file: str) -> list[str]:
+    """Tokens a second of all engines of one run, and by how much ours is ahead of (or behind) the best other."""
+    results = load(file)["results"]
+    engines = [name for name, engine in results["engines"].items() if engine["error"] is None]
+    weights = [results["engines"][name]["versions"].get("weights", "not said") for name in engines]
+    by_weights = [(kind, [name for name, its in zip(engines, weights, strict=True) if its == kind]) for kind in dict.fromkeys(weights)]
+    lines = [
+        "",
+        f"Tokens a second beside other engines, {model}, {results['threads']} threads each, medians of {results['rounds']} rounds in turn"
+        f" (`results/{file}.json`, with versions; [how](docs/benchmarks.md)):",
+        "",
+        f"| work | {' | '.join(engines)} | ours / best other |",
+        "|---" * (len(engines) + 2) + "|",
+    ]
+    for work, values in results["work"].items():
+        rates = values["tokens_per_s"]
+        cells = [f"{rates[name]['median']:.0f}" if rates[name]["median"] >= 20 else f"{rates[name]['median']:.1f}" for name in engines]
+        lines.append(f"| {work} | {' | '.join(cells)} | {values['ours_over_best']['median']:.2f} |")
+    said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in by_weights)
+    return [*lines, "", f"Weights, {said}."]
 
 
 def server_rows(sizes: dict[str, Any], under_load: dict[str, Any]) -> list[tuple[str, str, str]]:

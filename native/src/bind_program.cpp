@@ -84,7 +84,8 @@ void bind_program(nb::module_& m, nb::class_<Context>& context) {
             p.attend(flat_matrix(q, "q"), kv, layer, {vector(positions, "positions"), vector(query_start_loc, "query_start_loc"), matrix(block_table, "block_table")},
                      {scale, window, softcap}, matrix(out, "out"));
         }, nb::keep_alive<1, 3>())
-        .def("__len__", &Program::size);
+        .def("__len__", &Program::size)
+        .def_prop_ro("num_fused", &Program::fused, "Operations that run as part of the linear after them.");
     context.def("replay", &replay, nb::arg("program"), nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
                 nb::arg("query_start_loc").noconvert(), nb::arg("logits_rows").noconvert(), nb::arg("slot_mapping").noconvert(), nb::arg("block_tables").noconvert(),
              nb::arg("num_generated"), nb::arg("num_generated_logits"));

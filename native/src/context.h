@@ -4,6 +4,7 @@
 // Owner: the Python object CpuOps. A mutex lets one operation run at a time; results never depend on how many threads
 // share it. No Python in here: module.cpp converts.
 #pragma once
+#include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -58,6 +59,9 @@ struct AttendItem {
     int64_t first_split, last_split, state;
 };
 
+// Computes rows [first, last) of an operation that treats each row by itself. Its arguments have been checked.
+using RowTask = std::function<void(int64_t first, int64_t last)>;
+
 class Context {
 public:
     Context(int threads, const std::string& isa);
@@ -68,13 +72,18 @@ public:
     void pack_part(PackedWeight& weight, const PartSource& part);
 
     // Rows [0, num_generated) of x are of kind GENERATED (docs/numerics.md).
-    void linear(In x, const PackedWeight& weight, int64_t num_generated, Out out);
+    // before: makes the rows of x, each by the thread that is about to quantise it.
+    void linear(In x, const PackedWeight& weight, int64_t num_generated, Out out, const RowTask& before = {});
     void embedding(Vector<const int32_t> ids, const PackedWeight& weight, Out out);
 
     void rms_norm(In x, Vector<const float> weight, float eps, Out out);
     void add_rms_norm(Out x, In y, Vector<const float> weight, float eps, Out out);  // x += y, then rms_norm
     void add(Out x, In y);
     void silu_mul(In gate_up, Out out);
+    // The same operations, checked but not yet run: for linear's `before`.
+    RowTask rms_norm_rows(In x, Vector<const float> weight, float eps, Out out) const;
+    RowTask add_rms_norm_rows(Out x, In y, Vector<const float> weight, float eps, Out out) const;
+    RowTask silu_mul_rows(In gate_up, Out out) const;
     void take_rows(In x, Vector<const int32_t> rows, Out out);
 
     void rope_kv_write(In qkv, const RopeTable& rope, KvPool& kv, int64_t layer, Vector<const int32_t> positions,
@@ -95,8 +104,8 @@ private:
         const ActBlock* wide = nullptr;   // [rows, blocks]
         int64_t blocks = 0;
     };
-    Quantized quantize(In x, const PackedWeight& weight, int64_t generated);
-    void linear_rows(In x, const PackedWeight& weight, int64_t generated, Out out);
+    Quantized quantize(In x, const PackedWeight& weight, int64_t generated, const RowTask& before);
+    void linear_rows(In x, const PackedWeight& weight, int64_t generated, Out out, const RowTask& before);
     void attend_tiles(const AttendJob& job);
 
     std::mutex mutex_;

@@ -17,29 +17,37 @@ void Context::pack_part(PackedWeight& weight, const PartSource& part) {
     weight.add(part, pool_);
 }
 
-void Context::linear(In x, const PackedWeight& weight, int64_t num_generated, Out out) {
+void Context::linear(In x, const PackedWeight& weight, int64_t num_generated, Out out, const RowTask& before) {
+    require(weight.columns() > 0, "linear: the weight has no columns");
     require(x.cols == weight.k(), "linear: x must have K columns");
     require(out.rows == x.rows && out.cols == weight.columns(), "linear: out must be [rows of x, N]");
     require(num_generated >= 0 && num_generated <= x.rows, "linear: num_generated must be between 0 and the rows of x");
     const std::lock_guard lock(mutex_);
+    const bool several = x.rows > kMicroBatch;  // out may lie where the rows of a later micro-batch are still to be made from
+    if (before && several) each_rows(x.rows, 4 * x.cols, before);
     for (int64_t t = 0; t < x.rows; t += kMicroBatch) {
         const int64_t rows = std::min(kMicroBatch, x.rows - t), generated = std::clamp(num_generated - t, int64_t(0), rows);
-        linear_rows({x.data + t * x.stride, rows, x.cols, x.stride}, weight, generated, {out.data + t * out.stride, rows, out.cols, out.stride});
+        linear_rows({x.data + t * x.stride, rows, x.cols, x.stride}, weight, generated, {out.data + t * out.stride, rows, out.cols, out.stride},
+                    several ? RowTask() : before);
     }
 }
 
 // The rows of a micro-batch as integers: generated ones as bytes for 4-bit weights, whatever else is asked for wide.
-Context::Quantized Context::quantize(In x, const PackedWeight& weight, int64_t generated) {
+Context::Quantized Context::quantize(In x, const PackedWeight& weight, int64_t generated, const RowTask& before) {
     bool four_bits = false, others = false;
     for (const Segment& s : weight.segments()) {
         four_bits |= s.layout == Layout::Q4B32;
         others |= is_quantized(s.layout) && s.layout != Layout::Q4B32;
     }
-    if (!four_bits && !others) return {};
+    if (!four_bits && !others) {
+        if (before) each_rows(x.rows, 4 * x.cols, before);
+        return {};
+    }
     const int64_t blocks = (x.cols + kBlock - 1) / kBlock, num_bytes = four_bits ? generated : 0, first_wide = others ? 0 : generated;
     ActBlock* bytes = reinterpret_cast<ActBlock*>(scratch((num_bytes + x.rows) * blocks * int64_t(sizeof(ActBlock))));
     ActBlock* wide = bytes + num_bytes * blocks;
-    each_rows(x.rows, x.cols, [&](int64_t a, int64_t b) {
+    each_rows(x.rows, 4 * x.cols, [&](int64_t a, int64_t b) {
+        if (before) before(a, b);
         const auto rows = [&](int64_t from, int64_t to, Rounding rounding, ActBlock* out) {
             if (from < to) kernels_.quantize_rows(x.data + from * x.stride, x.stride, to - from, x.cols, rounding, out + from * blocks);
         };
@@ -49,8 +57,8 @@ Context::Quantized Context::quantize(In x, const PackedWeight& weight, int64_t g
     return {bytes, wide, blocks};
 }
 
-void Context::linear_rows(In x, const PackedWeight& weight, int64_t generated, Out out) {
-    const Quantized quantized = quantize(x, weight, generated);
+void Context::linear_rows(In x, const PackedWeight& weight, int64_t generated, Out out, const RowTask& before) {
+    const Quantized quantized = quantize(x, weight, generated, before);
     int64_t panels = 0;
     for (const Segment& s : weight.segments()) panels += s.panels;
     // A chunk of rows is of one kind. About eight items per thread, of whole groups of four panels; one item per chunk of

@@ -134,7 +134,6 @@ void PackedWeight::add(const PartSource& part, ThreadPool& pool) {
     memory_.push_back(std::move(memory));
     segments_.push_back(s);
     columns_ += part.n;
-    quantized_ |= is_quantized(part.layout);
 }
 
 void PackedWeight::set_bias(const float* bias, int64_t count) {

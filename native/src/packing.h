@@ -56,11 +56,9 @@ public:
     const std::vector<Segment>& segments() const { return segments_; }
     // Bias of a segment's column 0, padded to whole panels; nullptr without bias.
     const float* bias(size_t segment) const { return bias_.empty() ? nullptr : bias_[segment].data(); }
-    bool quantized() const { return quantized_; }  // any part is
 
 private:
     int64_t k_, columns_ = 0;
-    bool quantized_ = false;
     std::vector<Segment> segments_;
     std::vector<Memory> memory_;
     std::vector<std::vector<float>> bias_;

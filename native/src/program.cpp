@@ -9,14 +9,16 @@ In read_only(Out x) { return {x.data, x.rows, x.cols, x.stride}; }
 void Program::add_chunk(const void* data, int64_t bytes) { chunks_[reinterpret_cast<uintptr_t>(data)] = bytes; }
 
 // The array, or the columns of one, that earlier operations wrote.
-Program::Operand Program::written(const float* data, int64_t cols) const {
-    const auto address = reinterpret_cast<uintptr_t>(data);
+Program::Operand Program::written(In x) const {
+    const auto address = reinterpret_cast<uintptr_t>(x.data);
     auto found = arrays_.upper_bound(address);
     require(found != arrays_.begin(), "an operand was not written by an operation of the step");
     const Operand& array = (--found)->second;
-    const int64_t first = data - array.data;
-    require(first + cols <= array.stride, "an operand is neither an array of the step nor some of its columns");
-    return {array.data + first, cols, array.stride, array.count};
+    const int64_t first = x.data - array.data;
+    require(first + x.cols <= array.stride && (x.rows < 2 || x.stride == array.stride),
+            "an operand is neither an array of the step nor some of its columns");
+    require(x.rows == rows(array.count, batch_), "an operand has not all rows of its array");
+    return {array.data + first, x.cols, array.stride, array.count};
 }
 
 Program::Operand Program::output(Out out, Count count) {
@@ -27,6 +29,7 @@ Program::Operand Program::output(Out out, Count count) {
     --chunk;
     require(int64_t(address - chunk->first) + bytes <= chunk->second, "a result lies outside the arena");
     require(out.stride == out.cols, "a result is not a whole array of the arena");
+    require(out.rows == rows(count, batch_), "a result has not the rows of the batch");
     // What lay there before is gone.
     auto old = arrays_.lower_bound(address);
     if (old != arrays_.begin()) {
@@ -57,6 +60,12 @@ size_t Program::group_of(Matrix<const int32_t> table) const {
     throw std::invalid_argument("block_table is not an array of the batch");
 }
 
+// run: the operation by itself; make: its rows, for a linear that comes next.
+void Program::append_rows(Operand out, MakeRows make, Op run) {
+    ops_.push_back(std::move(run));
+    last_rows_ = {ops_.size(), out.data, std::move(make)};
+}
+
 void Program::embedding(Vector<const int32_t> ids, const PackedWeight& weight, Out out) {
     require(recognise(ids, "token_ids") == &BatchInputs::token_ids, "embedding: only the token ids of the batch can be replayed");
     const Operand to = output(out, Count::Tokens);
@@ -64,37 +73,48 @@ void Program::embedding(Vector<const int32_t> ids, const PackedWeight& weight, O
 }
 
 void Program::linear(In x, const PackedWeight& weight, int64_t num_generated, Out out) {
-    const Operand from = input(x);
+    const Operand from = written(x);
     require(num_generated == from.generated(batch_), "num_generated is not that of the batch");
     const Operand to = output(out, from);
+    if (last_rows_.op == ops_.size() && last_rows_.out == from.data && from.cols == from.stride) {
+        ops_.pop_back();
+        ++fused_;
+        ops_.push_back([=, &weight, make = std::move(last_rows_.make)](Context& c, const BatchInputs& b) {
+            c.linear(read_only(from.of(b)), weight, from.generated(b), to.of(b), make(c, b));
+        });
+        return;
+    }
     ops_.push_back([=, &weight](Context& c, const BatchInputs& b) { c.linear(read_only(from.of(b)), weight, from.generated(b), to.of(b)); });
 }
 
 void Program::rms_norm(In x, Vector<const float> weight, float eps, Out out) {
-    const Operand from = input(x), to = output(out, from);
-    ops_.push_back([=](Context& c, const BatchInputs& b) { c.rms_norm(read_only(from.of(b)), weight, eps, to.of(b)); });
+    const Operand from = written(x), to = output(out, from);
+    append_rows(to, [=](const Context& c, const BatchInputs& b) { return c.rms_norm_rows(read_only(from.of(b)), weight, eps, to.of(b)); },
+                [=](Context& c, const BatchInputs& b) { c.rms_norm(read_only(from.of(b)), weight, eps, to.of(b)); });
 }
 
 void Program::add_rms_norm(Out x, In y, Vector<const float> weight, float eps, Out out) {
-    const Operand sum = written(x.data, x.cols), from = input(y), to = output(out, sum);
+    const Operand sum = written(read_only(x)), from = written(y), to = output(out, sum);
     require(sum.count == from.count, "add_rms_norm: the operands have different rows");
-    ops_.push_back([=](Context& c, const BatchInputs& b) { c.add_rms_norm(sum.of(b), read_only(from.of(b)), weight, eps, to.of(b)); });
+    append_rows(to, [=](const Context& c, const BatchInputs& b) { return c.add_rms_norm_rows(sum.of(b), read_only(from.of(b)), weight, eps, to.of(b)); },
+                [=](Context& c, const BatchInputs& b) { c.add_rms_norm(sum.of(b), read_only(from.of(b)), weight, eps, to.of(b)); });
 }
 
 void Program::add(Out x, In y) {
-    const Operand sum = written(x.data, x.cols), from = input(y);
+    const Operand sum = written(read_only(x)), from = written(y);
     require(sum.count == from.count, "add: the operands have different rows");
     ops_.push_back([=](Context& c, const BatchInputs& b) { c.add(sum.of(b), read_only(from.of(b))); });
 }
 
 void Program::silu_mul(In gate_up, Out out) {
-    const Operand from = input(gate_up), to = output(out, from);
-    ops_.push_back([=](Context& c, const BatchInputs& b) { c.silu_mul(read_only(from.of(b)), to.of(b)); });
+    const Operand from = written(gate_up), to = output(out, from);
+    append_rows(to, [=](const Context& c, const BatchInputs& b) { return c.silu_mul_rows(read_only(from.of(b)), to.of(b)); },
+                [=](Context& c, const BatchInputs& b) { c.silu_mul(read_only(from.of(b)), to.of(b)); });
 }
 
 void Program::take_rows(In x, Vector<const int32_t> rows, Out out) {
     require(recognise(rows, "rows") == &BatchInputs::logits_rows, "take_rows: only the logits_rows of the batch can be replayed");
-    const Operand from = input(x), to = output(out, Count::Logits);
+    const Operand from = written(x), to = output(out, Count::Logits);
     ops_.push_back([=](Context& c, const BatchInputs& b) { c.take_rows(read_only(from.of(b)), b.logits_rows, to.of(b)); });
 }
 
@@ -102,7 +122,7 @@ void Program::rope_kv_write(In qkv, const RopeTable& rope, KvPool& kv, int64_t l
                             Vector<const int64_t> slots, int64_t num_heads, Out q) {
     const BatchVector where = recognise(positions, "positions");
     const size_t group = group_of(slots);
-    const Operand from = input(qkv), to = output(q, from);
+    const Operand from = written(qkv), to = output(q, from);
     ops_.push_back([=, &rope, &kv](Context& c, const BatchInputs& b) {
         c.rope_kv_write(read_only(from.of(b)), rope, kv, layer, b.*where, b.slots[group], num_heads, to.of(b));
     });
@@ -111,7 +131,7 @@ void Program::rope_kv_write(In qkv, const RopeTable& rope, KvPool& kv, int64_t l
 void Program::attend(In q, const KvPool& kv, int64_t layer, const AttendBatch& batch, const AttendOptions& options, Out out) {
     const BatchVector positions = recognise(batch.positions, "positions"), starts = recognise(batch.query_start_loc, "query_start_loc");
     const size_t group = group_of(batch.block_table);
-    const Operand from = input(q), to = output(out, from);
+    const Operand from = written(q), to = output(out, from);
     ops_.push_back([=, &kv](Context& c, const BatchInputs& b) {
         c.attend(read_only(from.of(b)), kv, layer, {b.*positions, b.*starts, b.block_tables[group]}, options, to.of(b));
     });

@@ -3,7 +3,8 @@
 // An operand is an array of the step's arena, whose address does not depend on row counts (octavo/ops/arena.py), so what is
 // recorded of it is its address, its columns, and which of two counts its rows are: all rows of the batch, or those whose
 // logits are wanted. The arrays of the batch are operands of the replay. Operations run through Context's own methods,
-// with the same checks and the same bits as when they are called one by one.
+// with the same checks and the same bits as when they are called one by one. A norm or a gated activation that a linear reads
+// right after is run by it, row by row before they are quantised: one job of the threads less.
 //
 // Owner: the Python object StepReplayer (octavo/ops/cpu/replay.py), which also keeps weights, pools and arena alive. Not
 // here: when a recording no longer holds. No Python in here: bind_program.cpp converts.
@@ -50,21 +51,26 @@ public:
     void replay(Context& context, const BatchInputs& batch, const std::function<void()>& between_ops) const;
 
     int64_t size() const { return int64_t(ops_.size()); }
+    // Norms and gated activations that are part of the linear after them.
+    int64_t fused() const { return fused_; }
 
 private:
     enum class Count { Tokens, Logits };
+    static int64_t rows(Count count, const BatchInputs& b) { return count == Count::Tokens ? b.token_ids.size : b.logits_rows.size; }
     struct Operand {
         float* data;
         int64_t cols, stride;
         Count count;
-        Out of(const BatchInputs& b) const { return {data, count == Count::Tokens ? b.token_ids.size : b.logits_rows.size, cols, stride}; }
+        Out of(const BatchInputs& b) const { return {data, rows(count, b), cols, stride}; }
         int64_t generated(const BatchInputs& b) const { return count == Count::Tokens ? b.num_generated : b.num_generated_logits; }
         operator Count() const { return count; }
     };
+    using Op = std::function<void(Context&, const BatchInputs&)>;
+    using MakeRows = std::function<RowTask(const Context&, const BatchInputs&)>;
     using BatchVector = Vector<const int32_t> BatchInputs::*;
 
-    Operand written(const float* data, int64_t cols) const;
-    Operand input(In x) const { return written(x.data, x.cols); }
+    void append_rows(Operand out, MakeRows make, Op run);
+    Operand written(In x) const;
     Operand output(Out out, Count count);
     BatchVector recognise(Vector<const int32_t> array, const char* name) const;
     size_t group_of(Vector<const int64_t> slots) const;
@@ -74,7 +80,14 @@ private:
     BatchInputs batch_;
     std::map<uintptr_t, int64_t> chunks_;    // first byte -> bytes
     std::map<uintptr_t, Operand> arrays_;    // first byte -> what operations wrote there last
-    std::vector<std::function<void(Context&, const BatchInputs&)>> ops_;
+    std::vector<Op> ops_;
+    // The last norm or gated activation: which operation it is, counted from 1, and what it writes.
+    struct {
+        size_t op = 0;
+        const float* out = nullptr;
+        MakeRows make;
+    } last_rows_;
+    int64_t fused_ = 0;
 };
 
 }  // namespace octavo

@@ -117,6 +117,7 @@ bool ThreadPool::wait_for_job(uint32_t last_epoch) {
 }
 
 void ThreadPool::worker() {
+    const FloatMode mode;  // a thread begins with the mode of the one that made it
     uint32_t last_epoch = 0;
     while (wait_for_job(last_epoch)) {
         uint64_t state = state_.load();

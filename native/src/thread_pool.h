@@ -14,8 +14,29 @@
 #include <cstdint>
 #include <thread>
 #include <vector>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 namespace octavo {
+
+// IEEE arithmetic while it lives, denormals included: a library may have told the calling thread to flush them, and a result
+// must not depend on which thread computed it.
+class FloatMode {
+public:
+#if defined(__SSE__)
+    FloatMode() : before_(_mm_getcsr()) { if (before_ != kDefault) _mm_setcsr(kDefault); }
+    ~FloatMode() { if (before_ != kDefault) _mm_setcsr(before_); }
+private:
+    static constexpr unsigned kDefault = 0x1f80;  // round to nearest, no traps; Intel SDM volume 1, 10.2.3
+    unsigned before_;
+#else
+    FloatMode() {}
+#endif
+public:
+    FloatMode(const FloatMode&) = delete;
+    FloatMode& operator=(const FloatMode&) = delete;
+};
 
 class ThreadPool {
 public:
@@ -26,6 +47,7 @@ public:
 
     // Calls function(item) for every item in [0, items), in any order. One caller at a time. function must not throw.
     template <typename F> void run(int64_t items, const F& function) {
+        const FloatMode mode;
         if (items <= 1 || workers_->empty()) {
             for (int64_t item = 0; item < items; ++item) function(item);
             return;

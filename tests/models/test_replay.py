@@ -161,6 +161,32 @@ def test_smollm2(smollm2_path):
         pair.step([("a", 1), ("b", 1), ("c", 1)])
     pair.step([("b", 1)])
     assert pair.replays == [False, True, True, False, *[True] * 6]
+    program = pair.executors[0].runner._replayer._recording.program
+    assert program.num_fused == 3 * 30 + 1  # two norms and the gated activation of each layer, the last norm
+
+
+def test_rows_of_an_operand_are_refused(tiny, caplog):
+    """Some rows of an array, or every other one: replayed, the operation would run on all of them."""
+    for rows in (slice(0, 1), slice(None, None, 2)):
+        executor = harness.load(tiny["llama, 4-bit"], backend="cpu")
+        sequences = harness.Sequences(executor)
+        sequences.add("a", list(range(100)))
+        model, ops = executor.runner.model, executor.ops
+        forward = model.forward
+
+        def with_norm_of_some(batch, rows=rows, ops=ops, forward=forward):
+            logits = forward(batch)
+            ops.rms_norm(logits[rows], ops.pack_vector(np.ones(logits.shape[1], np.float32)), 1e-5)
+            return logits
+
+        model.forward = with_norm_of_some
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "octavo"):
+            for count in (4, 4):
+                _, batch = sequences.batch([("a", count)])
+                ops.begin_step(count)
+                assert executor.runner.forward(batch)[1] is False
+        assert len(caplog.records) == 1 and "rms_norm: an operand" in caplog.text
 
 
 FAULTS = {

@@ -106,3 +106,25 @@ def test_bad_arguments_are_refused(call):
     ops.begin_step(3)
     with pytest.raises((ValueError, TypeError, IndexError)):
         call(ops, np.ones((3, 32), np.float32))
+
+
+def test_denormals_survive_whatever_the_calling_thread_was_told():
+    """A library may set the processor to flush them; the workers would not, and bits would depend on who took a row."""
+    torch = pytest.importorskip("torch")
+    x = np.full((64, 8192), 1e-40, np.float32)
+    expected = x + x
+    assert torch.set_flush_denormal(True)
+    try:
+        for threads in (1, 2):
+            ops = CpuOps(64, threads=threads, oversubscribe=True)
+            total = x.copy()
+            ops.add_(total, x)
+            assert (torch.tensor([1e-40]) + 0).item() == 0  # the thread is still told to
+            np.testing.assert_array_equal(total.view(np.uint32), expected.view(np.uint32))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_weight_without_columns_is_refused():
+    with pytest.raises(ValueError, match="no columns"):
+        _native.Context(1, "").linear(np.zeros((1, 8), np.float32), _native.PackedWeight(8), 0, np.zeros((1, 0), np.float32))

@@ -187,6 +187,24 @@ def test_hostile_file_is_refused_by_name_in_little_memory(tmp_path, case):
     assert peak < 2 << 20
 
 
+def test_many_arrays_are_refused_before_they_fill_the_memory(tmp_path):
+    """Each within the limit of one array; a number of two bytes in the file is an object of forty in memory."""
+    numbers = (np.arange(1 << 20, dtype=np.uint16) | 0x100).tobytes()  # value type 2
+    arrays = [g.entry(f"a{i}", g.ARRAY, struct.pack("<IQ", 2, 1 << 20) + numbers) for i in range(6)]
+    with pytest.raises(ModelLoadError, match="the length of metadata 'a4' is 1048576, more than the limit of 0"):
+        opened(tmp_path, g.gguf(arrays))
+
+
+def test_a_header_without_end_is_refused(tmp_path):
+    """A string of half a gigabyte, in a file that is really as long (a sparse one)."""
+    path = tmp_path / "x.gguf"
+    path.write_bytes(g.gguf([g.entry("a", g.STRING, g.string("x", 1 << 29))]))
+    with path.open("r+b") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ModelLoadError, match="beyond the limit of 268435456 bytes"):
+        GGUFFile(path)
+
+
 def test_a_missing_file_or_a_folder(tmp_path):
     for path in (tmp_path / "none.gguf", tmp_path):
         with pytest.raises(ModelLoadError, match="cannot be read"):

@@ -32,7 +32,7 @@ _SLOW_CALL = 0.3
 _MAX_COPIES = 2048
 #: A set that no cache holds, where the size of the cache is not known; and the most that is made.
 _COLD_BYTES, _MOST_COLD_BYTES = 128 << 20, 1 << 30
-_KV_ITEM: dict[KVDtype, float] = {"f32": 4, "f16": 2, "bf16": 2}
+_KV_ITEM: dict[KVDtype, float] = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,10 @@ MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
 #: Elements of one metadata array; the largest vocabularies and merge lists have about half a million.
 MAX_ARRAY = 1 << 21
+#: Elements of all arrays, and bytes of everything before the tensor data: about ten times what the largest vocabularies need. A
+#: number of two bytes in the file takes forty in memory.
+MAX_ELEMENTS = 1 << 22
+MAX_HEADER_BYTES = 1 << 28
 MAX_NAME_BYTES = 1 << 10
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 16
@@ -93,7 +97,7 @@ def _split_strings(buffer: mmap.mmap, start: int, count: int) -> _Strings | None
     zero bytes must lie in prefixes. Keeping one of them as a separator, the rest is one decode and one split. Empty,
     very long or binary strings break the proof and are left to the loop.
     """
-    for guess in (32, 256):  # bytes per string; on average 10 to 20
+    for guess in (32, 256) if count <= 1 << 19 else (32,):  # bytes per string; on average 10 to 20
         data = np.frombuffer(buffer[start : start + count * guess], np.uint8)
         zero = data == 0
         pair = zero[:-1] & zero[1:]
@@ -126,6 +130,7 @@ class _Cursor:
         self.path = path
         self.end = len(buffer)
         self.pos = 0
+        self.elements_left = MAX_ELEMENTS
 
     def fail(self, what: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: not a usable GGUF file: {what}")
@@ -135,6 +140,8 @@ class _Cursor:
         start = self.pos
         if nbytes > self.end - start:
             raise self.fail(f"{what} needs {nbytes} bytes at offset {start}, the file ends at {self.end}")
+        if nbytes > MAX_HEADER_BYTES - start:
+            raise self.fail(f"{what} ends beyond the limit of {MAX_HEADER_BYTES} bytes for everything before the tensors")
         self.pos = start + nbytes
         return start
 
@@ -203,7 +210,8 @@ class _Cursor:
         if element != _STRING and element not in _SCALARS:
             raise self.fail(f"{what} is an array of the unknown value type {element}")
         each = 8 if element == _STRING else np.dtype(_SCALARS[element]).itemsize
-        count = self.count(f"the length of {what}", MAX_ARRAY, each)
+        count = self.count(f"the length of {what}", min(MAX_ARRAY, self.elements_left), each)
+        self.elements_left -= count
         return kind, self.strings(count, what) if element == _STRING else self.values(element, count, what)
 
 

@@ -40,13 +40,14 @@ def load_weights(
     progress: Callable[[int, int], None] | None = None,
     *,
     quantize: str = "none",
+    threads: int = 1,
 ) -> dict[str, Any]:
     """Target -> weight as `ops` packs it; a tied target shares the object of the one it is tied to.
 
     `progress` gets (bytes done, bytes in all) after each weight. quantize: "none", "int4" or "int8" of float matrices
-    (quantization/groups.py); what is quantised already stays. Raises ModelLoadError naming tensors.
+    (quantization/groups.py), by so many `threads`; what is quantised already stays. Raises ModelLoadError naming tensors.
     """
-    loader = _Loader(_open(files), gguf=files.kind == "gguf", quantize=quantize)
+    loader = _Loader(_open(files), gguf=files.kind == "gguf", quantize=quantize, threads=threads)
     try:
         plain, tied = loader.plan(specs)
         weights: dict[str, Any] = {}
@@ -79,10 +80,11 @@ def _open(files: ModelFiles) -> TensorSource:
 class _Loader:
     """One load: the open source, which name column of the table it uses, and the tensors spoken for."""
 
-    def __init__(self, source: TensorSource, gguf: bool, quantize: str = "none") -> None:
+    def __init__(self, source: TensorSource, gguf: bool, quantize: str = "none", threads: int = 1) -> None:
         self.source = source
         self.gguf = gguf
         self.quantize = quantize
+        self.threads = threads
         #: Matrices by the layout `quantize` gave them, or by "kept ..." and why.
         self.quantized: Counter[str] = Counter()
         self.shapes = source.shapes()
@@ -159,7 +161,7 @@ class _Loader:
         if not groups.group_size(packed.shape[1]):
             self.quantized["kept as floats (K is no multiple of 32)"] += 1
             return packed
-        made = groups.quantize(packed, bits)
+        made = groups.quantize(packed, bits, self.threads)
         self.quantized[made.layout] += 1
         return made
 

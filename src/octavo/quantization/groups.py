@@ -9,7 +9,6 @@ Not here: which weights (loading/weights.py), formats of files (blocks32.py, k_q
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,7 +32,7 @@ def group_size(cols: int) -> int:
     return next((size for size in (128, 32) if cols % size == 0), 0)
 
 
-def quantize(packed: PackedTensor, bits: int) -> PackedTensor:
+def quantize(packed: PackedTensor, bits: int, threads: int = 1) -> PackedTensor:
     """A float matrix [N, K] in q4_g128 or q8_g128 (q4_b32 or q8_b32 for groups of 32). `bits`: 4 or 8.
 
     Raises ValueError for a matrix that is not of floats, or whose K is no multiple of 32.
@@ -44,7 +43,7 @@ def quantize(packed: PackedTensor, bits: int) -> PackedTensor:
         raise ValueError(f"a matrix of layout {packed.layout} and K = {cols} cannot be quantised to {bits} bits")
     data: npt.NDArray[Any] = np.empty((rows, cols // 2), np.uint8) if bits == 4 else np.empty((rows, cols), np.int8)
     pieces = list(row_pieces(rows, cols))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         largest = max(pool.map(lambda piece: _largest(_values(packed, piece, cols)), pieces), default=0.0)
         dtype = np.float16 if _HALF[0] <= largest <= _HALF[1] else np.float32
         scale = np.empty((rows, cols // group), dtype)

@@ -40,8 +40,9 @@ class LocalExecutor:
         groups = tuple(KVGroup(s.num_blocks, s.block_size, window) for s, window in zip(kv, model_config.kv_windows, strict=True))
         # No sequence is longer than the pool, so rotary tables need not be: a file may claim a context of millions.
         tables = replace(model_config, max_position=min(model_len, *(group.max_tokens for group in groups)))
+        threads = int(self.ops.describe().get("threads", 1))
         try:
-            weights = load_weights(files, specs, self.ops, progress, quantize=config.quantize)
+            weights = load_weights(files, specs, self.ops, progress, quantize=config.quantize, threads=threads)
             model = build_model(tables, self.ops, weights)
             self.runner: ModelRunner | None = ModelRunner(model, self.ops, kv, model_config.vocab_size, config.replay)
         except MemoryError as error:
