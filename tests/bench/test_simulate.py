@@ -1,5 +1,6 @@
 """The simulated scheduler: scenarios worked out by hand, what must hold for every trace, fitted costs, files, the command."""
 
+import gc
 import json
 from dataclasses import replace
 from random import Random
@@ -132,6 +133,16 @@ def test_what_an_engine_would_not_run_is_an_error():
         check([TraceRequest(0, 5, 5), TraceRequest(0, 300, 300)], 512, 10_000)
     with pytest.raises(ConfigError, match="KV pool holds 320"):
         run([TraceRequest(0, 300, 300)], blocks=20)
+
+
+def test_what_breaks_a_run_off_leaves_the_garbage_collector_as_it_was():
+    def broken():
+        raise KeyboardInterrupt
+
+    before = gc.get_freeze_count()
+    with pytest.raises(KeyboardInterrupt):
+        simulate([TraceRequest(0.0, 10, 5)], COSTS, CONFIG, 2000, 4096, broken)
+    assert gc.get_freeze_count() <= before
 
 
 # -- costs ---------------------------------------------------------------------------------------------------------

@@ -489,6 +489,27 @@ def test_the_queue_is_bounded_in_tokens():
     assert core.stats.waiting_tokens == 0
 
 
+def test_the_queue_counts_requests_not_their_choices():
+    """One place to run: of a request with 20 choices 19 wait, then some preempted ones; it is one request all the time."""
+    core = make_core(max_waiting_requests=3, max_num_seqs=1, num_blocks=30)
+    core.add_request(request("many", [5] * 6, n=20, max_tokens=3, eos=False))
+    while not core.scheduler.decoding:
+        core.step()
+    assert core.stats.waiting == 19 and core.stats.waiting_tokens == 0 and core.scheduler.counts.num_requests == 1
+    core.add_request(request("b", [6] * 4, max_tokens=2, eos=False))
+    core.scheduler._preempt(next(core.scheduler.running()))
+    assert core.scheduler.counts.num_requests == 2 and core.stats.waiting_tokens > 4
+    core.add_request(request("c", [7] * 4, max_tokens=2, eos=False))
+    with pytest.raises(InvalidRequestError, match="3 requests are waiting already .max_waiting_requests"):
+        core.add_request(request("d", [8]))
+    core.abort(["many"])
+    assert core.scheduler.counts.num_requests == 2 and core.stats.waiting_tokens == 8 and core.has_room(request("d", [8]))
+    while core.has_unfinished_requests():
+        core.step()
+        core.check_invariants()
+    assert core.scheduler.counts.num_requests == 0 and core.stats.waiting_tokens == 0
+
+
 # Records
 
 

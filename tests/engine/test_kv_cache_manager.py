@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.engine.executor import KVGroup
-from octavo.engine.kv_cache_manager import KVCacheManager
+from octavo.engine.kv_cache_manager import KVCacheManager, Terms
 from octavo.engine.metrics import EngineStats
 from octavo.engine.request import Request
 from tests.engine.fake import request
@@ -72,7 +72,7 @@ def test_the_source_of_a_copy_is_held_until_the_step_has_run():
     first = computed(kv, "a", range(8))
     kv.free(first)
     second = make("b", range(8))
-    assert kv.admit(second) and kv.num_free_blocks == 1  # two of its own, the source, one free
+    assert kv.admit(second) and kv.pools[0].num_free == 1  # two of its own, the source, one free
     (copy,) = kv.take_copies()
     assert copy.source not in table(kv, second)
     third = make("c", range(100, 108))
@@ -236,9 +236,9 @@ def test_prompt_logprobs_and_disabled_caching_hit_nothing():
 
 def test_headroom_is_asked_for_beside_the_blocks():
     kv = manager(num_blocks=4)
-    assert not kv.admit(make("a", range(8)), headroom=3)
+    assert not kv.admit(make("a", range(8)), Terms(headroom=3))
     kv.check_invariants([])
-    assert kv.admit(make("a", range(8)), headroom=2)
+    assert kv.admit(make("a", range(8)), Terms(headroom=2))
 
 
 def test_a_running_request_never_writes_a_shared_block():

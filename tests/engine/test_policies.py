@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.config import EngineConfig, PolicyName
-from octavo.engine.policies import MOST_TENANTS, PREFIX_LOOKUPS, Fair, make_policy
+from octavo.engine.fair import FEW_TURNS, MOST_TENANTS, Fair
+from octavo.engine.policies import PREFIX_LOOKUPS, make_policy
 from octavo.engine.request import Request
 from tests.engine.fake import check_against_reference, make_core, request, run
 
@@ -277,6 +278,27 @@ def test_counters_of_tenants_are_bounded():
         policy.remove(made, 0)
         policy.generated(made)
     assert len(policy._tenants) <= MOST_TENANTS + 1 and len(policy._turns) <= MOST_TENANTS
+
+
+@pytest.mark.parametrize("tenants", [1, 2 * MOST_TENANTS])
+def test_requests_that_come_and_go_behind_a_blocked_first_one_leave_nothing(tenants):
+    """The first tenant waits all the time, with the smallest counter; others add and abort. Nothing grows with their number."""
+    policy = make_policy(EngineConfig(policy="fair"), make_core().kv)
+    assert isinstance(policy, Fair)
+    first = Request(request("first", [5], tenant="first"), 0)
+    policy.push(first, 0)
+    for i in range(4 * MOST_TENANTS):
+        made = Request(request(f"r{i}", [5], tenant=f"t{i % tenants}"), i + 1)
+        policy.generated(made)
+        policy.push(made, 0)
+        assert policy.peek(0) is first
+        policy.remove(made, 0)
+        assert len(policy._turns) <= 2 * FEW_TURNS + 2
+    assert len(policy._tenants) <= MOST_TENANTS + 2 * FEW_TURNS + 3 and len(policy) == 1
+    second = Request(request("second", [5], tenant="t0"), 10**6)
+    policy.push(second, 0)
+    policy.remove(first, 0)
+    assert policy.peek(0) is second
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -119,6 +119,39 @@ def test_nobody_follows_for_longer_than_stated():
     check_against_reference(collector.outputs, orders, core.executor.info)
 
 
+def steps_of_an_urgent_one(shared: bool) -> int:
+    """Beside three prompts of priority 5 and one of priority 9, whose beginning it shares or not; budget 8 a step."""
+    core = make_core(block_size=4, num_blocks=400, max_model_len=900, max_num_batched_tokens=8)
+    slow = letters(240, 8)
+    orders = [request("low", slow, max_tokens=2, eos=False, priority=9)]
+    collector = Collector()
+    for i in range(4):
+        for order in orders:
+            collector.expect(order)
+            core.add_request(order)
+        collector.add(core.step())
+        orders = [request(f"m{i}", letters(240, i), max_tokens=2, eos=False, priority=5)] if i < 3 else []
+    while len(core.scheduler.prefilling) < 4:
+        collector.add(core.step())
+    prompt = [*(slow[:238] if shared else letters(238, 11)), 9, 9]
+    urgent = request("urgent", prompt, max_tokens=1, eos=False, priority=-9)
+    collector.expect(urgent)
+    core.add_request(urgent)
+    begun, leader = core.scheduler.step, core._requests["low"].num_computed_tokens
+    while core.has_request("urgent"):
+        collector.add(core.step())
+    steps = core.scheduler.step - begun
+    assert core.stats.prefix_waits == shared and 0 < leader < 100
+    finish(core, collector)
+    check_against_reference({"urgent": collector.outputs["urgent"]}, [urgent], core.executor.info)
+    return steps
+
+
+def test_an_urgent_follower_waits_no_longer_than_if_it_computed_all_itself():
+    """What it follows goes as early as it would, however little urgent it is itself."""
+    assert steps_of_an_urgent_one(shared=True) <= steps_of_an_urgent_one(shared=False)
+
+
 def test_a_reset_in_between_costs_the_sharing_and_nothing_else():
     core = make_core(block_size=4, max_num_batched_tokens=8, max_stalled_steps=3)
     orders = [request(f"r{i}", [*letters(80), 6 + i], max_tokens=2, eos=False) for i in range(3)]
@@ -172,7 +205,7 @@ def test_hashes_of_blocks_depend_on_a_secret_and_equality_on_the_tokens():
     )
     assert one.prefixes.key(made, 0, 0) == one.prefixes.key(same, 0, 0) != one.prefixes.key(near, 0, 0)
     assert hash(one.prefixes.key(made, 0, 0)) != hash(other.prefixes.key(made, 0, 0))
-    assert len(one._secret) >= 16 and one._secret != other._secret
+    assert len(one.prefixes._secret) >= 16 and one.prefixes._secret != other.prefixes._secret
     large = Request(request("d", [2**40, 1, 2, 3]), 1)
     assert one.prefixes.key(large, 0, 0) != one.prefixes.key(Request(request("e", [0, 1, 2, 3]), 1), 0, 0)
 

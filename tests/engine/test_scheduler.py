@@ -167,7 +167,7 @@ def test_thirty_two_requests_each_preempted_at_least_once():  # E03, E04
             seed=i,
             max_tokens=10 + i % 9,
             temperature=i % 2,
-            n=4 if i % 8 == 3 else 1,
+            n=4 if i % 8 == 0 else 1,
             eos=False,
             priority=1,
         )

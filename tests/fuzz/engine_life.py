@@ -230,7 +230,13 @@ class Life:
     def _check_nothing_left(self) -> None:
         core, scheduler, stats = self.core, self.core.scheduler, self.core.stats
         assert not core._requests and not core.outputs._choices
-        assert not scheduler.num_waiting and not scheduler.num_waiting_tokens and not scheduler.num_running and not scheduler.holding
+        assert (
+            not scheduler.num_waiting
+            and not scheduler.counts.num_tokens
+            and not scheduler.counts.num_requests
+            and not scheduler.num_running
+            and not scheduler.holding
+        )
         assert stats.requests_added == stats.requests_finished == len(self.collector.accumulators)
         assert not core.kv._holdings and not core.kv._copies and not core.kv._copies_in_flight
         assert self.executor.known.keys() <= set(scheduler.worker.dropped), "the worker keeps what it is never told to drop"

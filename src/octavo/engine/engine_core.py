@@ -95,10 +95,10 @@ class EngineCore:
 
     def _full_for(self, request: EngineRequest) -> str | None:
         """Why the queue cannot take it now. An empty queue takes any prompt."""
-        config, waiting = self.config, self.num_waiting
+        config, waiting = self.config, self.scheduler.counts.num_requests
         if waiting >= config.max_waiting_requests:
             return f"{waiting} requests are waiting already (max_waiting_requests)"
-        tokens = self.scheduler.num_waiting_tokens
+        tokens = self.scheduler.counts.num_tokens
         if waiting and tokens + len(request.prompt_token_ids) > config.max_waiting_tokens:
             return f"{tokens} tokens are waiting already (max_waiting_tokens)"
         return None
@@ -364,7 +364,7 @@ class EngineCore:
         """The counters, with the gauges of this moment; the same object every time."""
         stats, pools = self._stats, self.kv.pools
         stats.running, stats.waiting, stats.holding = self.scheduler.num_running, self.num_waiting, len(self.scheduler.holding)
-        stats.waiting_tokens = self.scheduler.num_waiting_tokens
+        stats.waiting_tokens = self.scheduler.counts.num_tokens
         stats.blocks_total, stats.blocks_used = self.kv.num_blocks, self.kv.num_used_blocks
         stats.blocks_cached = sum(pool.num_cached for pool in pools)
         return stats

@@ -3,16 +3,18 @@
 Owner: the scheduler, which takes a request out of the queue when it begins to follow and queues it again when it is done.
 A follower holds no blocks: the shared ones become findable, and it hits them like any cached prefix.
 It follows until the shared blocks are computed, the leader stops running (ended, aborted, preempted), or it has followed
-for MOST_FOLLOWING_STEPS steps in all; so it never waits for something that does not come.
+for MOST_FOLLOWING_STEPS steps in all; so it never waits for something that does not come. Meanwhile the leader goes as early
+as its most urgent follower would, so the beginning is there no later than if the follower computed it.
 Not here: what counts as shared (kv_cache_manager.py), the queue (policies.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from octavo.engine.kv_cache_manager import KVCacheManager
+from octavo.engine.policies import Key
 from octavo.engine.request import Request, RequestStatus
 
 
@@ -52,6 +54,15 @@ class Followers:
             return False
         self._following[request.request_id] = _Following(request, leader, shared, step)
         return True
+
+    def by_urgency(self, prefills: Iterable[Request], rank: Callable[[Request], Key]) -> list[Request]:
+        """Running prefills, smallest rank first; one that others follow has the smallest of theirs, if that is less than its own."""
+        ranks = {request.request_id: (rank(request), request) for request in prefills}
+        for wait in self._following.values():
+            name = wait.leader.request_id
+            if name in ranks:
+                ranks[name] = (min(ranks[name][0], rank(wait.request)), wait.leader)
+        return [request for _, request in sorted(ranks.values(), key=lambda pair: pair[0])]
 
     def remove(self, request: Request) -> None:
         del self._following[request.request_id]

@@ -14,7 +14,9 @@ other is admitted on it. What a hit is: prefix_cache.py.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
 from octavo.engine.block_pool import NO_BLOCK, BlockHolder, BlockView
 from octavo.engine.executor import KVGroup
@@ -38,6 +40,28 @@ class _Holding:
     promised: list[int] = field(default_factory=list)
     #: False after a reset of the cache: what was computed before it is never made findable again.
     findable: bool = True
+
+    def still_promised(self, group: int) -> int:
+        """Blocks of the group it may take beside those it has."""
+        return max(0, self.promised[group] - (len(self.tables[group]) - self.starts[group])) if self.promised else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request must leave to others when it starts, in blocks of every pool."""
+
+    headroom: int = 0
+    #: So many more, but never more than half of a pool. In groups with a window that limit is for both together.
+    reserve: int = 0
+    #: Not None: change nothing, but say whether it could start if these requests had let go of all they hold.
+    without: Collection[Request] | None = None
+
+    def spare(self, num_blocks: int, window: bool) -> int:
+        half = num_blocks // 2
+        return min(self.headroom + self.reserve, half) if window else self.headroom + min(self.reserve, half)
+
+
+NO_TERMS = Terms()
 
 
 class KVCacheManager:
@@ -72,10 +96,6 @@ class KVCacheManager:
         self._copies: dict[str, list[BlockCopy]] = {}
         self._copies_in_flight: list[BlockCopy] = []
 
-    @property
-    def num_free_blocks(self) -> int:
-        return min(pool.num_free for pool in self.pools)
-
     def room(self) -> tuple[int, ...]:
         """Blocks of each group that are free and not promised: while it is the same, what could not be admitted still cannot."""
         return tuple(pool.num_free - (self._promised(g) if g in self._windows else 0) for g, pool in enumerate(self.pools))
@@ -101,30 +121,30 @@ class KVCacheManager:
 
     # Starting a request
 
-    def admit(self, request: Request, headroom: int = 0, *, twice: bool = False) -> bool:
+    def admit(self, request: Request, terms: Terms = NO_TERMS, *, twice: bool = False) -> bool:
         """Give a request blocks for all tokens it has to compute, shared with a cached prefix where there is one; in groups with
         a window only the promise of as many as it will hold at a time.
 
-        Sets num_computed_tokens. False, with nothing changed, unless `headroom` blocks stay free beside, and with `twice` as
-        many again as the tokens it has to compute fill; where there is a window, never more than half of a pool.
+        Sets num_computed_tokens. False, with nothing changed, unless the `terms` hold; with `twice` as many blocks again as the
+        tokens it has to compute fill are part of the reserve.
         """
         blocks, serials = self.prefixes.match(request)
         hit = min(len(blocks[0]) * self.block_size, request.num_tokens - 1)
         if twice:
-            headroom += self.blocks_for(request.num_target_tokens - hit)
-        done = self._start(request, blocks, serials, hit, headroom)
+            terms = replace(terms, reserve=terms.reserve + self.blocks_for(request.num_target_tokens - hit))
+        done = self._start(request, blocks, serials, hit, terms)
         if not done and hit % self.block_size and request.num_target_tokens > hit:
             # The copy of the last block is one block too many: compute the whole of that block instead.
             if self._windows:
                 blocks, serials = self.prefixes.match(request, len(serials) - 1)
-            done = self._start(request, blocks, serials, min(len(serials), hit // self.block_size) * self.block_size, headroom)
-        if done:
+            done = self._start(request, blocks, serials, min(len(serials), hit // self.block_size) * self.block_size, terms)
+        if done and terms.without is None:
             self.stats.prefix_query_tokens += request.num_tokens
             self.stats.prefix_hit_tokens += request.num_computed_tokens
         return done
 
-    def fork(self, parent: Request, child: Request, *, last: bool, headroom: int = 0) -> bool:
-        """Start a child on all blocks of its parent, which has computed all but the child's last token.
+    def fork(self, parent: Request, child: Request, terms: Terms = NO_TERMS, *, last: bool) -> bool:
+        """Start a child on all blocks of its parent, which has computed all but the child's last token, if the `terms` hold.
 
         The `last` child takes the parent's place, so that a partial last block can be written where it is: n children make
         n - 1 copies of it, also in one step.
@@ -133,13 +153,13 @@ class KVCacheManager:
         if last:
             child.num_computed_tokens = parent.num_computed_tokens
             self._holdings[child.request_id] = self._holdings.pop(parent.request_id)
-            done = self._allocate_first(child, headroom)
-            if not done:
+            done = self._allocate_first(child, terms)
+            if not done or terms.without is not None:
                 self._holdings[parent.request_id] = self._holdings.pop(child.request_id)
                 child.num_computed_tokens = 0
         else:
-            done = self._start(child, list(source.tables), list(source.serials), parent.num_computed_tokens, headroom, source.findable)
-        self.stats.forks += done
+            done = self._start(child, list(source.tables), list(source.serials), parent.num_computed_tokens, terms, source.findable)
+        self.stats.forks += done and terms.without is None
         return done
 
     def _start(
@@ -148,7 +168,7 @@ class KVCacheManager:
         blocks: list[list[int]],
         serials: list[int],
         num_computed: int,
-        headroom: int,
+        terms: Terms,
         findable: bool = True,
     ) -> bool:
         """Hold the given blocks, whose first `num_computed` tokens are of use, and allocate the rest; or do nothing.
@@ -163,21 +183,24 @@ class KVCacheManager:
                 pool.share(block_id)
         self._holdings[request.request_id] = holding
         request.num_computed_tokens = num_computed
-        if self._allocate_first(request, headroom):
+        done = self._allocate_first(request, terms)
+        if done and terms.without is None:
             self.stats.blocks_shared += used * len(self.pools) - sum(starts)
-            return True
-        self.free(request)
-        request.num_computed_tokens = 0
-        return False
+        else:
+            self.free(request)
+            request.num_computed_tokens = 0
+        return done
 
     # Growing, writing, sharing
 
-    def _allocate_first(self, request: Request, headroom: int) -> bool:
+    def _allocate_first(self, request: Request, terms: Terms) -> bool:
         """What a request gets when it starts: all blocks it has to write, or none. False, with nothing changed, if they are not free."""
         holding = self._holdings[request.request_id]
         promised = self._promised_to(request) if self._windows and request.num_missing_tokens > 0 else []
-        if not self.allocate_slots(request, request.num_target_tokens, headroom, promised):
+        if not self.allocate_slots(request, request.num_target_tokens, terms, promised):
             return False
+        if terms.without is not None:
+            return True
         holding.num_target_tokens, holding.promised = request.num_target_tokens, promised
         return True
 
@@ -192,10 +215,21 @@ class KVCacheManager:
 
     def _promised(self, group: int) -> int:
         """Blocks that the requests not done with their known tokens may still take. O(requests)."""
-        holdings = (holding for holding in self._holdings.values() if holding.promised)
-        return sum(max(0, h.promised[group] - (len(h.tables[group]) - h.starts[group])) for h in holdings)
+        return sum(holding.still_promised(group) for holding in self._holdings.values())
 
-    def allocate_slots(self, request: Request, num_tokens: int, headroom: int = 0, promised: list[int] | None = None) -> bool:
+    def _freed_without(self, requests: Collection[Request], group: int) -> int:
+        """How many more blocks would be free, or not promised, if these requests let go of all they hold. O(their blocks)."""
+        held: Counter[int] = Counter()
+        promised = 0
+        for request in requests:
+            holding = self._holdings[request.request_id]
+            held.update(holding.tables[group][holding.starts[group] :])
+            held.update(copy.source for copy in self._copies.get(request.request_id, ()) if copy.group == group)
+            promised += holding.still_promised(group)
+        ref_counts = self.pools[group].ref_counts
+        return promised + sum(ref_counts[block_id] == count for block_id, count in held.items())
+
+    def allocate_slots(self, request: Request, num_tokens: int, terms: Terms = NO_TERMS, promised: list[int] | None = None) -> bool:
         """Make positions [num_computed_tokens, num_tokens) writable: append blocks, copy shared ones.
 
         All or nothing: False, with nothing changed, when a pool has too few free blocks. A block is replaced by its
@@ -211,13 +245,17 @@ class KVCacheManager:
             written = range(first, min(needed, len(table)))
             shared = [index for index in written if self._is_shared(group, table[index])]
             fresh = wanted = max(0, needed - len(table))
-            spare = headroom
-            if promised and group in self._windows:
+            window = bool(promised) and group in self._windows
+            spare = terms.spare(pool.num_blocks, window)
+            if promised and window:
                 fresh, wanted = 0, max(0, promised[group] - (len(table) - holding.starts[group]))
-                spare = min(headroom, pool.num_blocks // 2) + self._promised(group)
-            if wanted + len(shared) > 0 and wanted + len(shared) + spare > pool.num_free:
+                spare += self._promised(group)
+            free = pool.num_free + (self._freed_without(terms.without, group) if terms.without else 0)
+            if wanted + len(shared) > 0 and wanted + len(shared) + spare > free:
                 return False
             plans.append((group, pool, table, shared, fresh))
+        if terms.without is not None:
+            return True
         for group, pool, table, shared, fresh in plans:
             for index in shared:
                 assert not request.known_to_worker, "a shared block would be written by a running request"

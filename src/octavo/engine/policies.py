@@ -2,23 +2,24 @@
 
 Owner: the scheduler makes one policy from the configuration; a policy owns the waiting requests. Adding, taking and looking
 cost O(log n) amortised, and no step walks the queue: 10,000 waiting requests cost a step as much as ten.
-Not here: whether a request fits and who runs (scheduler.py), the bounds of the queue (engine_core.py).
+Not here: fair (fair.py), whether a request fits and who runs (scheduler.py), the bounds of the queue (engine_core.py).
 
 Promotion, the bound on being overtaken. Under priority, shortest-prefill and longest-prefix a request that has been queued
 for W = promote_after_steps steps is promoted: from then on nobody is admitted before it but those promoted earlier, and no
 waiting request may push it out. So with k requests promoted before it, every one of at most T tokens, R running and S the
-bound on stalled steps (scheduler.py), it is admitted after at most W + (k + R + 1) * T * (S + 1) steps. fcfs needs no
-promotion: k are those that came before it. Under fair the counters are the bound (below).
+bound on stalled steps (starvation.py), it is admitted after at most W + (k + R + 1) * T * (S + 1) steps. fcfs needs no
+promotion: k are those that came before it. Under fair the counters are the bound (fair.py).
+A request that follows another one (followers.py) is not queued meanwhile: steps in which it follows do not count, and R is then
+who runs when it is queued again.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
-from itertools import count
 from typing import Any, Protocol
 
 from octavo.config import EngineConfig
+from octavo.engine.fair import Fair
 from octavo.engine.kv_cache_manager import KVCacheManager
 from octavo.engine.request import Request
 from octavo.engine.request_queue import RequestHeap
@@ -231,113 +232,3 @@ class LongestPrefix(ShortestPrefill):
 
     def __len__(self) -> int:
         return len(self._heap) + len(self._window)
-
-
-#: What a tenant's counter counts: a prompt token that had to be computed, and a generated token.
-PROMPT_WEIGHT, GENERATED_WEIGHT = 1, 2
-#: Counters kept of tenants that have nothing waiting.
-MOST_TENANTS = 4096
-
-
-class _Tenant:
-    __slots__ = ("counter", "turn", "waiting")
-
-    def __init__(self) -> None:
-        self.counter = 0
-        self.waiting = RequestHeap()
-        #: Which entry of the heap of tenants is the valid one.
-        self.turn = -1
-
-
-class Fair(Fcfs):
-    """The tenant that has got least first, by a virtual token counter each (Sheng et al. 2024, "Fairness in Serving LLMs").
-
-    A counter grows by 1 for each prompt token that is computed and by 2 for each generated token. A tenant that begins to wait
-    is lifted to the smallest counter of those waiting (the last one that waited, if none does), so that time without
-    requests earns nothing. Within a tenant requests go by arrival.
-    Bound (theorem 4.4 of the paper): while two tenants wait all the time, what they get differs by at most
-    2 * max(tokens of the longest prompt, 2 * tokens the KV pool holds), whoever else comes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tenants: dict[str | None, _Tenant] = {}
-        #: Tenants with waiting requests: (counter when it was put here, number, tenant's key).
-        self._turns: list[tuple[int, int, str | None]] = []
-        self._numbers = count()
-        self._num_waiting = 0
-        #: Smallest counter when the queue was last asked or left.
-        self._floor = 0
-
-    def push(self, request: Request, step: int) -> None:
-        key = request.origin.tenant
-        tenant = self._tenant(key)
-        if not tenant.waiting:
-            self._least()
-            tenant.counter = max(tenant.counter, self._floor)
-            self._queue(key, tenant)
-        tenant.waiting.push(request, request.order)
-        self._num_waiting += 1
-
-    def peek(self, step: int) -> Request | None:
-        tenant = self._least()
-        return None if tenant is None else tenant.waiting.peek()
-
-    def remove(self, request: Request, step: int) -> None:
-        tenant = self._tenants[request.origin.tenant]
-        tenant.waiting.remove(request)
-        self._num_waiting -= 1
-        if not tenant.waiting:
-            tenant.turn = -1
-            if not self._num_waiting:
-                self._floor = tenant.counter
-
-    def __contains__(self, request: Request) -> bool:
-        tenant = self._tenants.get(request.origin.tenant)
-        return tenant is not None and request in tenant.waiting
-
-    def __len__(self) -> int:
-        return self._num_waiting
-
-    def level(self, request: Request) -> float:
-        return self._tenant(request.origin.tenant).counter
-
-    def admitted(self, request: Request) -> None:
-        if request.parent is None:
-            self._tenant(request.origin.tenant).counter += PROMPT_WEIGHT * (request.num_target_tokens - request.num_computed_tokens)
-
-    def generated(self, request: Request) -> None:
-        self._tenant(request.origin.tenant).counter += GENERATED_WEIGHT
-
-    def _tenant(self, key: str | None) -> _Tenant:
-        tenant = self._tenants.get(key)
-        if tenant is None:
-            if len(self._tenants) >= MOST_TENANTS + len(self._turns):
-                self._forget_some()
-            tenant = self._tenants[key] = _Tenant()
-        return tenant
-
-    def _forget_some(self) -> None:
-        """Of those with nothing waiting, the half with the smallest counters: they would be lifted anyway."""
-        idle = sorted((tenant.counter, number, key) for number, (key, tenant) in enumerate(self._tenants.items()) if not tenant.waiting)
-        for _, _, key in idle[: max(1, len(idle) // 2)]:
-            del self._tenants[key]
-
-    def _queue(self, key: str | None, tenant: _Tenant) -> None:
-        tenant.turn = next(self._numbers)
-        heapq.heappush(self._turns, (tenant.counter, tenant.turn, key))
-
-    def _least(self) -> _Tenant | None:
-        """Of the tenants with waiting requests the one with the smallest counter; counters only grow, so entries are late, never early."""
-        while self._turns:
-            counter, turn, key = self._turns[0]
-            tenant = self._tenants.get(key)
-            if tenant is None or tenant.turn != turn:
-                heapq.heappop(self._turns)
-            elif tenant.counter > counter:
-                heapq.heappop(self._turns)
-                self._queue(key, tenant)
-            else:
-                self._floor = counter
-                return tenant
-        return None

@@ -117,8 +117,8 @@ class PrefixCache:
                 pool.register(table[index], key, serials[-1])
 
     def key(self, request: Request, index: int, parent: int) -> BlockKey:
-        start = index * self.block_size
         """Of the block at that place of the request's table, behind the prefix named `parent`."""
+        start = index * self.block_size
         return BlockKey(
             parent=parent,
             tokens=self._secret + array("q", request.token_ids[start : start + self.block_size]).tobytes(),

@@ -20,19 +20,22 @@ No request that runs, and not the first place of the queue, gets nothing for mor
 
 When a decode, or the first token of a chunk, finds no free block, a holding parent lets go of its blocks; where there is none, a
 running request is preempted and will recompute: of those the policy puts last the one with the least to recompute. The most
-urgent one never is, so work always ends.
+urgent one never is, so work always ends. A waiting request pushes out only less urgent ones, first those that just hold
+blocks, and nobody at all unless it can start once all of them are gone.
 
-No thrash. A preempted request is admitted again only while other requests run if, beside its blocks, as many again stay free as
-its recomputed tokens fill, and that reserve is kept until as many tokens have been generated. So, but for requests that a
-more urgent one pushed out, tokens are recomputed at most twice as many as computed for the first time, and one pool.
+No thrash. While other requests run, a preempted one is admitted again only if, beside its blocks, as many again stay free as
+its recomputed tokens fill; that reserve, at most half a pool, is kept until as many tokens have been computed for the first time
+(recompute_debt.py). So, but for requests that a more urgent one pushed out and for beams, tokens are recomputed at most twice
+as many as computed for the first time, and one pool.
 
-A beginning that a running prefill computes is not computed twice: who shares its next whole block follows it (followers.py).
+A beginning that a running prefill computes is not computed twice: who shares its next whole block follows it, and the prefill
+goes as if it were as urgent (followers.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from itertools import chain, islice
 from time import perf_counter
 
@@ -40,11 +43,13 @@ from octavo.config import EngineConfig
 from octavo.engine.events import Admission, Why
 from octavo.engine.executor import Clock
 from octavo.engine.followers import Followers
-from octavo.engine.kv_cache_manager import KVCacheManager
+from octavo.engine.kv_cache_manager import KVCacheManager, Terms
 from octavo.engine.metrics import EngineStats
 from octavo.engine.policies import Policy, make_policy
+from octavo.engine.recompute_debt import RecomputeDebt
 from octavo.engine.request import Request, RequestStatus
-from octavo.engine.scheduler_output import SchedulerOutput, TokenKind
+from octavo.engine.request_queue import WaitingCounts
+from octavo.engine.scheduler_output import SchedulerOutput
 from octavo.engine.starvation import StarvationBound
 from octavo.engine.step_plan import PlannedEntry, StepPlan
 from octavo.engine.victims import Victims
@@ -64,8 +69,7 @@ class Scheduler:
         self.worker = WorkerView(kv, stats)
         self.victims = Victims(kv, self.waiting)
         self.followers = Followers(kv, config.max_num_seqs)
-        #: Prompt and generated tokens of all requests that wait.
-        self.num_waiting_tokens = 0
+        self.counts = WaitingCounts()
         #: Running requests with a token to compute before they can sample, and those exactly one token behind.
         self.prefilling: dict[str, Request] = {}
         self.decoding: OrderedDict[str, Request] = OrderedDict()
@@ -76,8 +80,7 @@ class Scheduler:
         #: Last step in which the first place of the queue was served, or could not be for lack of a place to run.
         self._queue_served = step
         self._blocked: tuple[Request, tuple[int, ...], int, int] | None = None
-        #: Tokens admitted to be recomputed that generated ones have not yet made up for: so much room stays free.
-        self._debt = 0
+        self.debt = RecomputeDebt()
         #: The first waiting request, if it could not start although nothing else holds anything: it never will.
         self.stuck: Request | None = None
 
@@ -99,7 +102,7 @@ class Scheduler:
         return chain(self.prefilling.values(), self.decoding.values())
 
     def add(self, request: Request) -> None:
-        self.num_waiting_tokens += _queued_tokens(request)
+        self.counts.add(request)
         self.waiting.push(request, self.step)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
@@ -108,10 +111,10 @@ class Scheduler:
             return
         if request in self.waiting:
             self.waiting.remove(request, self.step)
-            self.num_waiting_tokens -= _queued_tokens(request)
+            self.counts.remove(request)
         elif request in self.followers:
             self.followers.remove(request)
-            self.num_waiting_tokens -= _queued_tokens(request)
+            self.counts.remove(request)
         self._detach(request)
         request.status = status
         if request.parent is not None and not request.was_admitted:
@@ -165,7 +168,7 @@ class Scheduler:
         if starved is not None and (starved not in self.waiting or (not self._follow(starved) and self._admit(starved))):
             self._plan_chunk(starved, "starved", max(1, self.config.max_num_batched_tokens // 2))
         self._plan_decodes()
-        for request in sorted(self.prefilling.values(), key=self.waiting.rank):
+        for request in self.followers.by_urgency(self.prefilling.values(), self.waiting.rank):
             self._plan_chunk(request, "resumed" if request.metrics.num_preemptions else "prompt")
         self._admit_waiting()
         self.stuck = self.waiting.peek(self.step) if not (self.num_running or self.holding) else None
@@ -183,7 +186,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted meanwhile
             if request.request_id not in failed:
-                if self._debt or entry.start < request.num_lost_tokens:
+                if self.debt or entry.start < request.num_lost_tokens:
                     self._count_recomputed(entry)
                 request.num_computed_tokens = entry.end
                 self.kv.commit(request)
@@ -193,8 +196,7 @@ class Scheduler:
     def _count_recomputed(self, entry: PlannedEntry) -> None:
         recomputed = max(0, min(entry.end, entry.request.num_lost_tokens) - entry.start)
         self.stats.tokens_recomputed += recomputed
-        if entry.kind is TokenKind.GENERATED:
-            self._debt = max(0, self._debt - (entry.num_tokens - recomputed))
+        self.debt.pay(entry.num_tokens - recomputed)
 
     def _starved_prefill(self) -> Request | None:
         """The prefill, running or first in the queue, that must be served now to keep the bound."""
@@ -265,24 +267,26 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Move the first waiting request to the running ones, if sequences and blocks allow it."""
-        state = (request, self.kv.room(), self.num_running, self.kv.blocks_for(self._debt))
+        state = (request, self.kv.room(), self.num_running, self.debt.num_tokens)
         if self.num_running > 0 and state == self._blocked:
             return False  # nothing has changed since it did not fit
-        reserve = self.num_running > 0 and (self._debt > 0 or request.num_lost_tokens > 0) and self._pushed_out_by(request) is None
+        reserve = self.num_running > 0 and (bool(self.debt) or request.num_lost_tokens > 0) and self._pushed_out_by(request) is None
+        suffices = False
         while self.num_running >= self.bound.max_running or not self._start(request, reserve):
             victim = self._pushed_out_by(request)
-            if victim is None:
+            if victim is None or not (suffices or self._all_gone_suffices(request)):
                 self._blocked = state
                 return False
+            suffices = True
             self._preempt(victim)
-        self.num_waiting_tokens -= _queued_tokens(request)
+        self.counts.remove(request)
         self._leave_queue(request)
         self._blocked = None
         if request is not self._head:
             request.last_step = self.step - 1  # it has not waited as the first one
         self.prefilling[request.request_id] = request
         request.status = RequestStatus.RUNNING
-        self._debt += max(0, min(request.num_lost_tokens, request.num_target_tokens) - request.num_computed_tokens)
+        self.debt.owe(request)
         resumed = request.was_admitted
         if not resumed:
             request.was_admitted = True
@@ -305,14 +309,25 @@ class Scheduler:
         self.stats.requests_promoted += request.patience == 0 and not was_promoted
         self._queue_served = self.step
 
-    def _start(self, request: Request, reserve: bool) -> bool:
+    def _start(self, request: Request, reserve: bool, without: Collection[Request] | None = None) -> bool:
         """Get its blocks: its parent's, or those of a cached prefix, and new ones. One block for each running request
-        stays free, so that a request is not preempted as soon as it is admitted; and what `reserve` keeps from thrash."""
+        stays free, so that a request is not preempted as soon as it is admitted; and what `reserve` keeps from thrash.
+        `without`: change nothing, but say whether it would get them once these had let go of theirs."""
         parent = request.parent
-        headroom = self.num_running + (self.kv.blocks_for(self._debt) if reserve else 0)
+        running = self.num_running - sum(other.status is RequestStatus.RUNNING for other in without or ())
+        terms = Terms(running, self.kv.blocks_for(self.debt.num_tokens) if reserve else 0, without)
         if parent is not None and parent.status is RequestStatus.HOLDING and not request.was_admitted:
-            return self.kv.fork(parent, request, last=parent.num_children_to_admit == 1, headroom=headroom)
-        return self.kv.admit(request, headroom=headroom, twice=reserve and request.num_lost_tokens > 0)
+            return self.kv.fork(parent, request, terms, last=parent.num_children_to_admit == 1)
+        return self.kv.admit(request, terms, twice=reserve and request.num_lost_tokens > 0)
+
+    def _all_gone_suffices(self, request: Request) -> bool:
+        """A waiting request could start without all it may push out; where nothing runs it always can."""
+        if self.num_running == 0:
+            return True
+        gone = self.waiting.less_urgent(request, self.running())
+        if self.num_running - len(gone) >= self.bound.max_running:
+            return False
+        return self._start(request, False, [*gone, *self.waiting.less_urgent(request, self.holding.values())])
 
     def _follow(self, request: Request) -> bool:
         """Take the request out of the queue, if a running prefill is about to compute a block that it needs next."""
@@ -344,7 +359,8 @@ class Scheduler:
         return victim is not request
 
     def _pushed_out_by(self, request: Request) -> Request | None:
-        return self.victims.for_waiting(request, list(self.running()), self.holding.values())
+        holding = self.holding.values() if self.num_running < self.bound.max_running else ()  # they give no place to run
+        return self.victims.for_waiting(request, list(self.running()), holding)
 
     def _preempt(self, request: Request) -> None:
         """Free its blocks. A running request is queued again; a parent is done, its children go on without it."""
@@ -367,6 +383,7 @@ class Scheduler:
         for group in (self.prefilling, self.decoding, self.holding):
             group.pop(request.request_id, None)
         self.kv.free(request)
+        self.debt.forgive(request)
         self.worker.forget(request)
 
     def check_invariants(self) -> None:
@@ -382,7 +399,9 @@ class Scheduler:
         for parent in self.holding.values():
             assert parent.status is RequestStatus.HOLDING
             assert parent.num_children_to_admit > 0 or (parent.parent is not None and not parent.children)
-        assert self.num_waiting_tokens >= 0 and (self.num_waiting_tokens == 0 or self.num_waiting > 0)
+        assert self.counts.num_sequences == self.num_waiting and self.counts.num_tokens >= 0
+        assert self.counts.num_tokens == 0 or self.num_waiting > 0
+        assert self.debt.debtors <= {request.request_id for request in holders}, "who holds nothing owes nothing"
 
 
 def _lose_blocks(beam: Request) -> None:
@@ -391,8 +410,3 @@ def _lose_blocks(beam: Request) -> None:
         if not child.was_admitted:
             child.num_lost_tokens = beam.num_computed_tokens
             child.metrics.num_preemptions += 1
-
-
-def _queued_tokens(request: Request) -> int:
-    """What a waiting request counts for in num_waiting_tokens: nothing where it only waits for the blocks of its parent."""
-    return 0 if request.is_fork else request.num_tokens

@@ -28,9 +28,13 @@ class Victims:
         return self._cheapest(candidates)
 
     def for_waiting(self, request: Request, running: Collection[Request], holding: Iterable[Request]) -> Request | None:
-        """Whom a waiting request may push out: whom the policy says; and somebody who only holds blocks where nothing runs at all."""
+        """Whom a waiting request pushes out next, if anybody: of those the policy says first one who only holds blocks, if that frees
+        any; where nothing runs at all, anybody who only holds blocks."""
         if not running:
             return self.latest(holding)
+        less_urgent = self._policy.less_urgent(request, holding)
+        if (holder := self.latest(other for other in less_urgent if self._kv.tokens_at_risk(other) >= 0)) is not None:
+            return holder
         less_urgent = self._policy.less_urgent(request, running)
         return self._cheapest(less_urgent) if less_urgent else None
 

@@ -2,7 +2,7 @@
 
 Owner of one row's counts. Bit for bit where that is promised; else a row of logits may differ by `tolerance` of its largest
 value, and what follows a token that differs is another prefix, which nobody compares.
-Not here: what is run (arms.py, rows.py), which layer was first (layers.py).
+Not here: what is run (rows.py, run.py), which layer was first (layers.py).
 """
 
 from __future__ import annotations

@@ -97,8 +97,17 @@ class _Simulation:
         self._outcome.last_token, self._outcome.output_tokens = [None] * count, [0] * count
 
     def run(self, done: Callable[[], object]) -> Outcome:
-        core, clock, requests = self._core, self._clock, self._requests
         gc.freeze()  # a long trace is not walked again and again by the garbage collector
+        try:
+            self._run_all(done)
+        finally:
+            gc.unfreeze()
+        outcome = self._outcome
+        outcome.stats, outcome.gaps, outcome.end = self._core.stats.copy(), self._outputs.gaps, self._clock.now
+        return outcome
+
+    def _run_all(self, done: Callable[[], object]) -> None:
+        core, clock, requests = self._core, self._clock, self._requests
         following, idle = 0, 0
         while following < len(requests) or core.has_unfinished_requests():
             while following < len(requests) and requests[following].arrival <= clock.now:
@@ -117,10 +126,6 @@ class _Simulation:
             idle = 0 if self._executor.steps > before else idle + 1
             if idle > MOST_IDLE_STEPS:
                 raise OctavoError("the simulated engine does not get on: no step computes anything, and requests are left")
-        gc.unfreeze()
-        outcome = self._outcome
-        outcome.stats, outcome.gaps, outcome.end = core.stats.copy(), self._outputs.gaps, clock.now
-        return outcome
 
     def _add(self, number: int) -> bool:
         """False where the engine refuses it."""
