@@ -51,13 +51,13 @@ def test_a_choice_goes_on_when_its_parent_lets_go_of_the_blocks():
 
 
 def test_waiting_for_the_same_beginning_is_a_part_of_its_own():
-    core = make_core(num_blocks=200, max_num_batched_tokens=16, clock=None) if False else make_core(num_blocks=200, max_num_batched_tokens=16)
-    shared = [6 + (i * i) % 23 for i in range(80)]
+    core = make_core(num_blocks=200, max_num_batched_tokens=16, max_stalled_steps=4)
+    shared = [6 + (i * i) % 23 for i in range(160)]
     run(core, [request("leader", [*shared, 9], eos=False, max_tokens=2), request("behind", [*shared, 10], eos=False, max_tokens=2)])
     trace = traced(core)
     (one,) = [one for event in trace.steps for one in event.admitted if one.request_id == "behind"]
     ((first, stop),) = one.followed
-    assert stop - first >= 4 and core.stats.prefix_waits == 1 and one.num_found == 80
+    assert stop - first >= 4 and core.stats.prefix_waits == 1 and one.num_found == 160
     assert not any(entry.request_id == "behind" for event in trace.steps if event.step < stop for entry in event.entries)
     found = summed(trace, "behind")
     begin, until = (next(event.time for event in trace.steps if event.step == step) for step in (first, stop))
@@ -80,7 +80,7 @@ def test_following_is_divided_to_the_last_microsecond():
     assert alone.seconds == pytest.approx(1 + 2 * (FIXED + 4) * WHOLE + 0.5 + GENERATED * WHOLE - 8 * 0.5 * WHOLE)
 
 
-@pytest.mark.parametrize("blocks", [200, 22])
+@pytest.mark.parametrize("blocks", [200, 14])
 def test_a_beam_search_is_one_request(blocks):
     core = make_core(num_blocks=blocks, block_size=4)
     orders = [request("s", [6 + i % 20 for i in range(18)], eos=False, beam_width=3, n=2, max_tokens=10)]
@@ -89,9 +89,9 @@ def test_a_beam_search_is_one_request(blocks):
     found = summed(trace, "s")
     assert found.request_id == "s" and found.num_output_tokens == 10 and found.num_others == 1
     rows = {event.step for event in trace.steps if any(entry.request_id.startswith("s#") for entry in event.entries)}
-    assert len(rows) >= 10 and found.parts["forward"] >= 0 and any(name.startswith("prefill") for name in found.parts)
+    assert len(rows) >= 10 and found.parts["schedule"] > 0 and any(name.startswith("prefill") for name in found.parts)
     assert explain(trace, "s#1").request_id == "s" and explain(trace, "o").num_others >= 3
-    if blocks == 22:
+    if blocks == 14:
         assert core.stats.preemptions
 
 
@@ -100,7 +100,9 @@ def test_beams_of_a_real_model_are_divided(smollm2_path):
         llm.generate("The rivers of Europe are", SamplingParams(beam_width=3, temperature=0, max_tokens=8))
         found = explain(of_llm(llm))
     assert sum(found.parts.values()) == pytest.approx(found.total) and found.parts["other"] <= 0.03 * found.total
-    assert sum(found.parts[name] for name in ("forward", "sample", "prepare")) > 0.3 * found.total
+    assert {"forward", "sample", "prefill 0 4", "prefill 4 5"} <= set(found.parts) and found.num_output_tokens == 8, found.parts
+    # all its steps are its own: nobody else was there
+    assert "others" not in found.parts and found.num_others == 0
     assert round(sum(part["percent"] for part in as_object(found)["parts"]), 6) == 100.0
 
 
@@ -115,12 +117,10 @@ def test_times_are_of_the_clock_of_the_core():
 
 def test_the_larger_pool_is_priced_against_the_same_model():
     """Where the model is off by a factor for every step, the claim is off by no more than what was saved, not by the whole run."""
-    from octavo.trace import explain as explain_module
     from octavo.trace.counterfactual import saved_without_preemption
     from octavo.trace.explain import find
     from octavo.trace.row_model import RowModel
 
-    assert explain_module
     script = Script(gap=0.0)
     script.step(("a", 0, 4, P, "new"), admitted=[admission("a", 100.0, 4)])
     script.step(("a", 4, 1, G, "decode"), ("b", 0, 4, P, "new"), admitted=[admission("b", script.now, 4)])
