@@ -137,7 +137,7 @@ class Request:
         self.prompt_logprobs: list[PositionLogprobs | None] | None = [None] if self._wants_prompt_logprobs else None
         self.prompt_logprobs_sent = False
         self.metrics = RequestMetrics(arrival=origin.arrival)
-        self.added = added if parent is None else parent.added
+        self.added: float = added if parent is None else parent.added
         self._worker_params: SamplingParams = _worker_params(origin) if parent is None else parent._worker_params
 
     @property
