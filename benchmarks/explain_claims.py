@@ -129,9 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         error = abs(claim - truth) / abs(truth) if truth else float("inf")
         results[name] = {"claimed ms": round(claim, 2), "measured ms": round(truth, 2), "error": round(error, 4), "runs": runs}
         print(f"{name:20} claimed {claim:8.1f} ms, measured {truth:8.1f} ms: {100 * error:.1f} % off")
-    method = (
-        f"SmolLM2, greedy; medians of {options.rounds} rounds, without, with, without the change; error relative to the measured saving"
-    )
+    method = f"greedy; medians of {options.rounds} rounds, without, with, without the change; error relative to the measured saving"
     record.write(options.output, "explain_claims", "python -m benchmarks.explain_claims", method, before, results)
     return int(sum(of["error"] <= WITHIN for of in results.values()) < 3)
 

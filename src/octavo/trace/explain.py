@@ -111,6 +111,8 @@ def explain(trace: Trace, request_id: str | None = None) -> Explanation:
     found = _divide(case)
     first = case.first.admissions[0][1]
     others = {entry.request_id for n in case.span() for entry in trace.steps[n].entries} - case.names
+    beams = {beam.request_id: name for name, family in find_searches(case.all).items() for beam in family}
+    others = {beams.get(name, name) for name in others}
     finish = case.life.finish
     explanation = Explanation(
         case.life.request_id, last_time(trace, case.life) - first.arrival, found, first.num_prompt_tokens, first.num_found,
