@@ -82,7 +82,7 @@ class EngineCore:
         check_pool(self.executor.info, len(request.prompt_token_ids))
         self._num_added += 1
         self._stats.requests_added += 1
-        self._requests[request.request_id] = added = Request(request, self._num_added)
+        self._requests[request.request_id] = added = Request(request, self._num_added, added=self.clock())
         if request.sampling_params.beam_width is not None:
             self._searches[request.request_id] = BeamSearch(added, self.outputs)
         elif request.sampling_params.whole_only:

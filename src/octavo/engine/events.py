@@ -33,7 +33,7 @@ class EntryEvent(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A request left the queue in this step. Times are time.perf_counter, seconds."""
+    """A request left the queue in this step. Times are of the core's clock (time.perf_counter), seconds."""
 
     request_id: str
     #: The caller's request where this one is a choice of n, else None.
@@ -46,6 +46,8 @@ class Admission(NamedTuple):
     num_found: int
     #: After a preemption.
     resumed: bool
+    #: Steps [first, end) since it was queued in which it waited for a running request to compute the beginning that both share.
+    followed: tuple[tuple[int, int], ...] = ()
 
 
 class Finish(NamedTuple):

@@ -75,6 +75,7 @@ class Followers:
             computed = wait.leader.num_computed_tokens >= wait.num_tokens
             if computed or wait.leader.status is not RequestStatus.RUNNING or steps >= wait.request.follow_steps_left:
                 wait.request.follow_steps_left = max(0, wait.request.follow_steps_left - steps)
+                wait.request.followed.append((wait.since, step))
                 self.remove(wait.request)
                 found.append(wait.request)
         return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from time import perf_counter
 
 from octavo.engine.executor import ExecutorInfo
 from octavo.engine.scheduler_output import NewRequest, TokenKind
@@ -95,7 +94,10 @@ class Request:
     it, one decode step or everything after a preemption, is simply the difference.
     """
 
-    def __init__(self, origin: EngineRequest, arrival_index: int, *, parent: Request | None = None, choice: int = 0) -> None:
+    def __init__(
+        self, origin: EngineRequest, arrival_index: int, *, parent: Request | None = None, choice: int = 0, added: float = 0.0
+    ) -> None:
+        """`added`: when it came to the engine core, by the core's clock; choices and beams have their parent's."""
         params = origin.sampling_params
         self.origin = origin
         self.parent = parent
@@ -130,11 +132,12 @@ class Request:
         self.patience: int | None = None
         #: Steps it may still wait for another request to compute the beginning that both share.
         self.follow_steps_left = MOST_FOLLOWING_STEPS
+        #: Since its last admission: steps [first, end) in which it waited so. For the record of steps.
+        self.followed: list[tuple[int, int]] = []
         self.prompt_logprobs: list[PositionLogprobs | None] | None = [None] if self._wants_prompt_logprobs else None
         self.prompt_logprobs_sent = False
         self.metrics = RequestMetrics(arrival=origin.arrival)
-        #: time.perf_counter, for the record of steps.
-        self.added = perf_counter()
+        self.added: float = added if parent is None else parent.added
         self._worker_params: SamplingParams = _worker_params(origin) if parent is None else parent._worker_params
 
     @property

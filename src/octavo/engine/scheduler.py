@@ -301,7 +301,11 @@ class Scheduler:
     def _note_admission(self, request: Request, resumed: bool) -> None:
         parent = None if request.parent is None else request.parent.request_id
         arrival, found = request.metrics.arrival, request.num_computed_tokens
-        self.plan.admitted.append(Admission(request.request_id, parent, arrival, request.added, request.num_prompt_tokens, found, resumed))
+        admission = Admission(request.request_id, parent, arrival, request.added, request.num_prompt_tokens, found, resumed)
+        if request.followed:
+            admission = admission._replace(followed=tuple(request.followed))
+            request.followed.clear()
+        self.plan.admitted.append(admission)
 
     def _leave_queue(self, request: Request) -> None:
         was_promoted = request.patience == 0

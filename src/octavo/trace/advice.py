@@ -1,7 +1,7 @@
 """What would have helped a request, each with an estimate in seconds.
 
 Estimates scale measured steps by what the row model says of the step with and without; only a run without preemption is put
-together anew (counterfactual.py). benchmarks/explain_claims.py runs three of them again and compares.
+together anew (counterfactual.py). benchmarks/explain_claims.py runs four of them again and compares.
 Stateless. Not here: where the time went (explain.py).
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from octavo.engine.events import EntryEvent
 from octavo.engine.scheduler_output import TokenKind
-from octavo.trace.counterfactual import end_without_preemption
+from octavo.trace.counterfactual import saved_without_preemption
 from octavo.trace.explain import Case, Claim, Explanation
 from octavo.trace.lives import last_time
 from octavo.trace.record import end, seconds
@@ -22,7 +22,7 @@ LEAST_SHARE = 0.005
 
 
 def claims(case: Case, explanation: Explanation) -> list[Claim]:
-    found = [*_prefix(case), *_alone(explanation), *_pool(case), *_shorter_prompt(case), *_shorter_answer(case)]
+    found = [*_prefix(case), *_alone(case, explanation), *_pool(case), *_shorter_prompt(case), *_shorter_answer(case)]
     return sorted((claim for claim in found if claim.seconds >= LEAST_SHARE * explanation.total), key=lambda claim: -claim.seconds)
 
 
@@ -62,18 +62,23 @@ def _prefix(case: Case) -> list[Claim]:
     return [Claim(f"with a prefix hit on its first {hit} tokens", _saved(case, change), {"prefix_tokens": hit})]
 
 
-def _alone(explanation: Explanation) -> list[Claim]:
+def _alone(case: Case, explanation: Explanation) -> list[Claim]:
     if not explanation.num_others:
         return []
-    saved = sum(explanation.parts.get(name, 0.0) for name in ("queue", "others", "preempted", "recompute"))
+    saved = sum(explanation.parts.get(name, 0.0) for name in ("queue", "follow", "others", "preempted", "recompute"))
+    first = case.first.admissions[0][1]
+    if first.followed and first.num_found:  # alone it would have computed what it waited for
+        model = case.model
+        found = Rows(0, first.num_found, TokenKind.PROMPT)
+        saved -= model.seconds([found]) - model.seconds([])
     words = "the other request" if explanation.num_others == 1 else f"the other {explanation.num_others} requests"
     return [Claim(f"without {words}", saved, {"without_others": explanation.num_others})]
 
 
 def _pool(case: Case) -> list[Claim]:
-    if not case.life.preempted:
+    if not case.preempted or case.is_search:
         return []
-    saved = last_time(case.trace, case.life) - end_without_preemption(case)
+    saved = saved_without_preemption(case)
     return [Claim("with a larger KV pool (no preemption)", saved, {"larger_pool": 1})]
 
 
@@ -95,6 +100,8 @@ def _shorter_prompt(case: Case) -> list[Claim]:
 
 def _shorter_answer(case: Case) -> list[Claim]:
     """The second half of its tokens, with everything that was waited for meanwhile: measured, not estimated."""
+    if case.is_search:  # the best beam may be another one by then
+        return []
     drawn = [number for number, entry in case.life.entries if entry.why == "decode"]
     if len(drawn) < 2:
         return []

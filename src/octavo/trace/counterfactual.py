@@ -12,10 +12,10 @@ from octavo.engine.scheduler_output import TokenKind
 from octavo.trace.explain import Case
 from octavo.trace.lives import Life
 from octavo.trace.record import end
-from octavo.trace.row_model import Rows
+from octavo.trace.row_model import Rows, rows
 
-#: No trace has so many steps; a bound, so that it ends whatever a file says.
-MOST_STEPS = 1_000_000
+#: Steps that are tried for each of the trace, which needed no more: so that it ends whatever a file says.
+MOST_TIMES = 4
 
 
 @dataclass(slots=True)
@@ -23,50 +23,82 @@ class _Running:
     life: Life
     computed: int
     drawn: int = 0
+    #: It only computes the prompt that its choices start from.
+    is_parent: bool = False
 
     @property
     def prompt(self) -> int:
-        return self.life.num_prompt_tokens
+        return self.life.num_prompt_tokens - self.is_parent
 
     @property
     def left(self) -> int:
         return self.prompt - self.computed
 
 
-def end_without_preemption(case: Case) -> float:
-    """The time at which the request would have ended."""
+def saved_without_preemption(case: Case) -> float:
+    """Seconds. Both schedules, the recorded and the new one, are priced by the model, so that where it is off by some factor it is so
+    for both; the time that was measured is scaled by their ratio."""
     steps = case.trace.steps
-    parents = {life.parent for life in case.all.values()}
-    queue = sorted(
-        (life for life in case.all.values() if life.complete and life.num_output_tokens > 0 and life.request_id not in parents),
-        key=lambda life: (life.admissions[0][1].added, life.admissions[0][0]),
-    )
+    queue = _queue(case)
+    begin = queue[0].admissions[0][0]
+    gap = _gap(case)
+    taken = steps[begin : case.life.last + 1]
+    modelled = sum(case.model.seconds(map(rows, event.entries)) for event in taken) + gap * (len(taken) - 1)
+    without = _time_without(case, queue, gap)
+    if without is None or modelled <= 0:
+        return 0.0
+    return (end(taken[-1]) - taken[0].time) * (1 - without / modelled)
+
+
+def _queue(case: Case) -> list[Life]:
+    """In order of arrival: all whose prompt and answer the record holds, and the parents of those that are choices."""
+    whole = [life for life in case.all.values() if life.complete]
+    found = [life for life in whole if life.num_output_tokens > 0 or life is case.life]
+    parents = {life.parent for life in found}
+    found += [life for life in whole if life.request_id in parents and life not in found]
+    return sorted(found, key=lambda life: (life.admissions[0][1].added, life.admissions[0][0]))
+
+
+def _gap(case: Case) -> float:
+    """The usual time between two steps."""
+    steps = case.trace.steps
     gaps = [
         max(0.0, later.time - end(earlier)) for earlier, later in zip(steps, steps[1:], strict=False) if earlier.waiting + earlier.running
     ]
-    gap = sorted(gaps)[len(gaps) // 2] if gaps else 0.0
-    time = steps[queue[0].admissions[0][0]].time
+    return sorted(gaps)[len(gaps) // 2] if gaps else 0.0
+
+
+def _time_without(case: Case, queue: list[Life], gap: float) -> float | None:
+    """Modelled seconds from the first admission to the end of the request; None where it comes to no end."""
+    start = time = case.trace.steps[queue[0].admissions[0][0]].time
     running: list[_Running] = []
-    for _ in range(MOST_STEPS):
-        entries = _schedule(case, running, queue, time)
+    #: Parents whose prompt is not computed yet: their choices wait for them.
+    parents = {life.parent for life in queue if life.parent is not None} & {life.request_id for life in queue}
+    for _ in range(MOST_TIMES * len(case.trace.steps)):
+        entries = _schedule(case, running, queue, time, parents)
         if not entries:
             if not queue:
                 break
+            if running:
+                return None
             time = max(time, queue[0].admissions[0][1].added)
             continue
         time += case.model.seconds(row for _, row in entries)
         for one, row in entries:
             one.computed += row.tokens
             one.drawn += one.computed >= one.prompt
-            if one.drawn >= one.life.num_output_tokens:
+            if one.is_parent and one.left <= 0:
+                parents.discard(one.life.request_id)
+                running.remove(one)
+            elif not one.is_parent and one.drawn >= one.life.num_output_tokens:
                 if one.life is case.life:
-                    return time
+                    return time - start
                 running.remove(one)
         time += gap
-    return time
+    return None
 
 
-def _schedule(case: Case, running: list[_Running], queue: list[Life], time: float) -> list[tuple[_Running, Rows]]:
+def _schedule(case: Case, running: list[_Running], queue: list[Life], time: float, parents: set[str]) -> list[tuple[_Running, Rows]]:
     limits = case.trace.settings
     budget = limits.max_num_batched_tokens or 512
     found: list[tuple[_Running, Rows]] = []
@@ -78,9 +110,12 @@ def _schedule(case: Case, running: list[_Running], queue: list[Life], time: floa
         running.append(one)
     budget -= len(found)
     prefills = [one for one in running if one.left > 0]
-    while queue and queue[0].admissions[0][1].added <= time and len(running) < (limits.max_num_seqs or 64):
-        life = queue.pop(0)
-        running.append(_Running(life, min(life.admissions[0][1].num_found, life.num_prompt_tokens - 1)))
+    ready = [life for life in queue if life.admissions[0][1].added <= time and life.parent not in parents]
+    for life in ready[: max(0, (limits.max_num_seqs or 64) - len(running))]:
+        queue.remove(life)
+        is_parent = life.request_id in parents
+        found_tokens = life.num_prompt_tokens - 1 if life.parent is not None else life.admissions[0][1].num_found
+        running.append(_Running(life, min(found_tokens, life.num_prompt_tokens - (2 if is_parent else 1)), is_parent=is_parent))
         prefills.append(running[-1])
     for one in prefills[: limits.max_prefill_batch_size or 16]:
         if count := min(budget, one.left):

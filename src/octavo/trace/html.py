@@ -39,14 +39,18 @@ def _data(trace: Trace) -> dict[str, Any]:
     found = list(lives(trace).values())
     number = {life.request_id: place for place, life in enumerate(found)}
     zero = min([event.time for event in trace.steps[:1]] + [life.arrival for life in found if life.complete], default=0.0)
-    highest = max((block for event in trace.steps for entry in event.entries for group in entry.blocks[:1] for block in group), default=-1)
+    groups = max([1, len(trace.num_blocks), *(len(entry.blocks) for event in trace.steps for entry in event.entries)])
+    highest = [-1] * groups
+    for entry in (entry for event in trace.steps for entry in event.entries):
+        for group, blocks in enumerate(entry.blocks):
+            highest[group] = max(highest[group], *blocks, -1)
     return {
         "model": trace.model,
         "octavo": trace.octavo,
         "gaps": trace.gaps,
         "blockSize": trace.block_size,
-        "poolBlocks": trace.num_blocks[0] if trace.num_blocks else highest + 1,
-        "cells": min(highest + 1, MOST_CELLS),
+        "poolBlocks": [*trace.num_blocks, *(block + 1 for block in highest[len(trace.num_blocks) :])],
+        "cells": [min(block + 1, MOST_CELLS) for block in highest],
         "parts": _PART_NAMES,
         "whys": _WHYS,
         "requests": [_request(trace, life, zero) for life in found],
@@ -72,7 +76,7 @@ def _request(trace: Trace, life: Life, zero: float) -> dict[str, Any]:
 def _steps(trace: Trace, number: dict[str, int], zero: float) -> Iterator[list[Any]]:
     """[step, begin, length, parts, entries, dropped, running, waiting, blocks used, replayed, counts]; times in milliseconds.
 
-    An entry: [request, first token, tokens, generated, why, blocks added to its table of the first group].
+    An entry: [request, first token, tokens, generated, why, blocks added to its table of each KV group].
     """
     for event in trace.steps:
         named = parts(event)
@@ -86,8 +90,8 @@ def _steps(trace: Trace, number: dict[str, int], zero: float) -> Iterator[list[A
 
 
 def _entry(entry: EntryEvent, request: int) -> list[Any]:
-    generated, blocks = int(entry.kind is TokenKind.GENERATED), list(entry.blocks[0]) if entry.blocks else []
-    return [request, entry.start, entry.num_tokens, generated, _WHYS.index(entry.why), blocks]
+    generated = int(entry.kind is TokenKind.GENERATED)
+    return [request, entry.start, entry.num_tokens, generated, _WHYS.index(entry.why), entry.blocks]
 
 
 def _ms(value: float) -> float:

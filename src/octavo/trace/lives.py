@@ -80,3 +80,34 @@ def lives(trace: Trace) -> dict[str, Life]:
 def last_time(trace: Trace, life: Life) -> float:
     """The end of the last step that it is seen in."""
     return end(trace.steps[life.last])
+
+
+def find_searches(everything: dict[str, Life]) -> dict[str, list[Life]]:
+    """The beam searches: by the id of the request, its own life and those of all beams. Unlike the choices of n > 1, beams go on from
+    beams, and the request itself has an end."""
+    families: dict[str, list[Life]] = {}
+    deep: set[str] = set()
+    for life in everything.values():
+        root, seen = life, {life.request_id}
+        while (parent := everything.get(root.parent or "")) is not None and parent.request_id not in seen:
+            root = parent
+            seen.add(root.request_id)
+        families.setdefault(root.request_id, []).append(life)
+        if len(seen) > 2:
+            deep.add(root.request_id)
+    roots = {name for name in families if everything[name].parent is None and (name in deep or everything[name].finish is not None)}
+    return {name: family for name, family in families.items() if name in roots and len(family) > 1}
+
+
+def merged(family: list[Life]) -> Life:
+    """A beam search as one life: the rows of all its beams."""
+    root = next(life for life in family if life.parent is None)
+    entries = sorted((pair for life in family for pair in life.entries), key=lambda pair: pair[0])
+    preempted = sorted(number for life in family for number in life.preempted)
+    made = Life(root.request_id, root.admissions, preempted, entries, root.finish, max(life.last for life in family))
+    if made.finish is not None:
+        made.last = root.last
+        if not made.finish.num_output_tokens:  # the longest beam
+            length = max((entry.start + entry.num_tokens for _, entry in entries), default=0) + 1 - root.num_prompt_tokens
+            made.finish = made.finish._replace(num_output_tokens=max(0, length))
+    return made

@@ -13,12 +13,14 @@ from pathlib import Path
 import msgspec
 
 import octavo
-from octavo.engine.events import StepEvent
+from octavo.engine.events import Admission, Finish, StepEvent
 from octavo.errors import OctavoError, shown
 
 FORMAT, VERSION = "octavo-trace", 1
 #: A file beyond this is not read.
 MAX_BYTES = 1 << 30
+#: Counts of tokens and limits of a step lie below this.
+MOST = 1 << 31
 #: Parts of a step that follow each other (the engine's names), and those that lie inside one of them.
 OUTER = ("schedule", "execute", "update")
 INNER = {"prepare": "execute", "forward": "execute", "sample": "execute", "detokenise": "update"}
@@ -113,16 +115,39 @@ class _Head(msgspec.Struct):
 def check(trace: Trace, name: str) -> None:
     """What arithmetic and pictures rely on. JSON has no infinities or NaN, so numbers are finite unless they overflow."""
     last = float("-inf")
+    if not all(limit is None or 0 < limit < MOST for limit in _limits(trace.settings)):
+        raise OctavoError(f"{name} is damaged: its settings are impossible")
     for event in [*trace.calibration, *trace.steps]:
         numbers = [event.time, *event.timings.values()]
         if not all(abs(number) < 1e12 for number in numbers) or event.time < last or min(event.timings.values(), default=0.0) < 0:
             raise OctavoError(f"{name} is damaged: step {event.step} has an impossible time")
         last = event.time
         for entry in event.entries:
-            if entry.num_tokens < 1 or entry.start < 0:
+            blocks = (block for group in entry.blocks for block in group)
+            if not (0 < entry.num_tokens < MOST and 0 <= entry.start < MOST and all(-1 <= block < 1 << 24 for block in blocks)):
                 raise OctavoError(f"{name} is damaged: step {event.step} has an impossible entry")
-    if trace.block_size < 1 or not all(0 < count < 1 << 24 for count in trace.num_blocks):
+        counts = [event.step, event.running, event.waiting, event.blocks_used, event.blocks_freed, event.blocks_evicted]
+        if not all(0 <= count < 1 << 53 for count in [*counts, event.blocks_taken, event.blocks_shared, event.blocks_copied]):
+            raise OctavoError(f"{name} is damaged: step {event.step} has an impossible count")
+        if not (all(map(_possible_admission, event.admitted)) and all(map(_possible_finish, event.ends))):
+            raise OctavoError(f"{name} is damaged: step {event.step} has an impossible beginning or end of a request")
+    if not 0 < trace.block_size < MOST or len(trace.num_blocks) > 64 or not all(0 < count < 1 << 24 for count in trace.num_blocks):
         raise OctavoError(f"{name} is damaged: its pool is impossible")
+
+
+def _limits(settings: Settings) -> tuple[int | None, ...]:
+    return settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_prefill_batch_size, settings.max_decode_batch_size
+
+
+def _possible_admission(admission: Admission) -> bool:
+    times = abs(admission.arrival) < 1e12 and abs(admission.added) < 1e12
+    steps = len(admission.followed) <= 64 and all(0 <= first <= end < 1 << 53 for first, end in admission.followed)
+    return times and steps and 0 < admission.num_prompt_tokens < MOST and 0 <= admission.num_found < MOST
+
+
+def _possible_finish(finish: Finish) -> bool:
+    times = abs(finish.time) < 1e12 and abs(finish.first_token or 0.0) < 1e12
+    return times and 0 <= finish.num_output_tokens < MOST and 0 <= finish.num_preemptions < MOST
 
 
 class Piece(msgspec.Struct):

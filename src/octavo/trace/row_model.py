@@ -20,6 +20,8 @@ from octavo.trace.record import Trace, seconds
 Vector = tuple[float, ...]
 #: Steps whose time is further from the first fit than this factor are left out of the second: a machine has other things to do.
 OUTLIER = 2.0
+#: No step is shorter; one that says so tells nothing, and its relative error would overflow.
+LEAST = 1e-9
 
 
 class Rows(NamedTuple):
@@ -64,7 +66,7 @@ class RowModel:
 
 def fit(trace: Trace) -> RowModel:
     """Of all steps that computed something; those that were not replayed, which cost more, only where no other has prompt rows."""
-    steps = [event for event in [*trace.calibration, *trace.steps] if event.entries and seconds(event) > 0]
+    steps = [event for event in [*trace.calibration, *trace.steps] if event.entries and seconds(event) > LEAST]
     usual = [event for event in steps if event.replayed]
     if not any(entry.kind is TokenKind.PROMPT for event in usual for entry in event.entries):
         usual = steps
