@@ -329,6 +329,8 @@ class Scheduler:
         parent.num_children_to_admit -= 1
         if parent.num_children_to_admit == 0 and parent.status is RequestStatus.HOLDING:
             self.finish(parent, RequestStatus.FINISHED_PARENT)
+        if parent.num_children_to_admit == 0 and parent.origin.sampling_params.beam_width is not None:
+            parent.children = []  # else the first beam of a search would keep every later one in memory
 
     def _grow(self, request: Request) -> bool:
         """A slot for the next token of a decode; False when the request itself had to be preempted."""
