@@ -328,3 +328,21 @@ def test_the_log_and_the_record_tell_of_the_best_answer(caplog):
     assert end.num_output_tokens == len(best.token_ids) > 0 and end.first_token is not None
     line = next(message for message in caplog.messages if message.startswith("request 'a'"))
     assert f"output {len(best.token_ids)}," in line and "ttft 0.000 s" not in line
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill", "longest-prefix", "fair"])
+def test_a_search_goes_on_beside_streams_that_keep_arriving(policy):
+    core = make_core(num_blocks=400, policy=policy, max_num_seqs=4, promote_after_steps=5)
+    core.add_request(beams("a", [5, 6, 7], 2, max_tokens=20, eos=False))
+    longest = stalled = steps = 0
+    while core.has_request("a"):
+        while core.num_waiting < 6:
+            core.add_request(request(f"r{core.stats.requests_added}", [9, 8, 7], max_tokens=80, eos=False, tenant=str(steps % 6)))
+        core.step()
+        steps += 1
+        got = any(entry.request_id.partition("#")[0] == "a" for entry in core.events.recent(1)[0].entries)
+        stalled = 0 if got else stalled + 1
+        longest = max(longest, stalled)
+        core.check_invariants()
+        assert steps < 200
+    assert longest <= core.config.max_stalled_steps and steps <= 40

@@ -283,6 +283,7 @@ class EngineCore:
         for request in (*beams, top):
             self.outputs.forget(request)
             self.scheduler.finish(request, RequestStatus.of(ending.reason))
+        self.scheduler.end_search(top)
         self._forget(top, ending)
         best, top.metrics = deltas[0], deltas[0].metrics or top.metrics
         self._note_end(top, ending, len(best.token_ids))

@@ -71,6 +71,11 @@ class Scheduler:
         self.decoding: OrderedDict[str, Request] = OrderedDict()
         #: Parents whose children are not all admitted yet, and beams that wait for the other beams.
         self.holding: dict[str, Request] = {}
+        #: Beams that wait to go on: they keep the places of their search and never stand in the policy's queue.
+        self.continuing: OrderedDict[str, Request] = OrderedDict()
+        #: Places that searches under way keep until they end, by id.
+        self._search_places: dict[str, int] = {}
+        self._beam_blocked = False
         self.plan = self._empty_plan()
         self._head: Request | None = None
         #: Last step in which the first place of the queue was served, or could not be for lack of a place to run.
@@ -93,14 +98,33 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.followers)
+        return len(self.waiting) + len(self.followers) + len(self.continuing)
 
     def running(self) -> Iterator[Request]:
         return chain(self.prefilling.values(), self.decoding.values())
 
     def add(self, request: Request) -> None:
         self.num_waiting_tokens += _queued_tokens(request)
-        self.waiting.push(request, self.step)
+        if _is_beam(request):
+            self.continuing[request.request_id] = request
+        else:
+            self.waiting.push(request, self.step)
+
+    def end_search(self, top: Request) -> None:
+        """The places it kept are free."""
+        self._search_places.pop(top.request_id, None)
+
+    def _has_place(self, request: Request) -> bool:
+        """Beams have the places of their search; others need one, a search as many as it has beams, that no search keeps."""
+        if _is_beam(request) or not self._search_places:
+            free = self.bound.max_running - self.num_running
+        else:
+            alone = sum(r.origin.sampling_params.beam_width is None for r in self.running())
+            free = self.bound.max_running - alone - sum(self._search_places.values())
+        return free >= (1 if _is_beam(request) else self._places_of(request))
+
+    def _places_of(self, request: Request) -> int:
+        return min(request.origin.sampling_params.beam_width or 1, self.bound.max_running)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """Take a request out for good, wherever it stands (also between schedule and complete_step); twice is nothing."""
@@ -108,6 +132,8 @@ class Scheduler:
             return
         if request in self.waiting:
             self.waiting.remove(request, self.step)
+            self.num_waiting_tokens -= _queued_tokens(request)
+        elif self.continuing.pop(request.request_id, None) is not None:
             self.num_waiting_tokens -= _queued_tokens(request)
         elif request in self.followers:
             self.followers.remove(request)
@@ -148,6 +174,7 @@ class Scheduler:
         if beam.status.finished:
             _lose_blocks(beam)
         for child in children:
+            child.last_step, child.patience = beam.last_step, beam.patience
             self.add(child)
 
     def computed_parents(self) -> list[Request]:
@@ -168,7 +195,7 @@ class Scheduler:
         for request in sorted(self.prefilling.values(), key=self.waiting.rank):
             self._plan_chunk(request, "resumed" if request.metrics.num_preemptions else "prompt")
         self._admit_waiting()
-        self.stuck = self.waiting.peek(self.step) if not (self.num_running or self.holding) else None
+        self.stuck = (next(iter(self.continuing.values()), None) or self.waiting.peek(self.step)) if not (self.num_running or self.holding) else None
         return self.worker.output(self.step, self.plan)
 
     def complete_step(self, failed: Container[str]) -> list[tuple[Request, PlannedEntry]]:
@@ -200,7 +227,7 @@ class Scheduler:
         """The prefill, running or first in the queue, that must be served now to keep the bound."""
         candidates = list(self.prefilling.values())
         head = self.waiting.peek(self.step)
-        place = len(candidates) < self.bound.max_prefills and self.num_running < self.bound.max_running
+        place = len(candidates) < self.bound.max_prefills and (head is None or self._has_place(head)) and not self._beam_blocked
         if self._head is None or not place:
             self._queue_served = self.step - 1  # only now the waiting of the first place begins to count
         if head is not None:
@@ -218,7 +245,12 @@ class Scheduler:
 
     def _plan_decodes(self) -> None:
         places = min(self.plan.decode_places, self.plan.budget)
-        for request in list(islice(self.decoding.values(), places)):
+        self._beam_blocked = False
+        turns = [*islice(self.decoding.values(), places), *islice(self.continuing.values(), places)]
+        for request in sorted(turns, key=lambda r: r.last_step)[:places]:
+            if request.request_id in self.continuing:
+                self._continue(request)
+                continue
             if request.request_id not in self.decoding or not (self.kv.has_slot(request) or self._grow(request)):
                 continue  # preempted in this very step
             self._add_entry(request, 1, "decode")
@@ -247,7 +279,19 @@ class Scheduler:
 
     # Admission and preemption
 
+    def _continue(self, beam: Request) -> None:
+        if self._beam_blocked or self.plan.budget == 0:
+            return
+        if self._admit(beam):
+            self._plan_chunk(beam, "resumed" if beam.metrics.num_preemptions else "fork")
+        else:
+            self._beam_blocked = True
+
     def _admit_waiting(self) -> None:
+        for beam in list(self.continuing.values()):
+            self._continue(beam)
+        if self._beam_blocked:
+            return  # memory or places that a beam waits for are not given to others
         entries = self.plan.entries
         half_done = sum(not (r.request_id in entries and entries[r.request_id].completes) for r in self.prefilling.values())
         while self.plan.budget > 0 and half_done < self.bound.max_prefills:
@@ -268,8 +312,8 @@ class Scheduler:
         state = (request, self.kv.room(), self.num_running, self.kv.blocks_for(self._debt))
         if self.num_running > 0 and state == self._blocked:
             return False  # nothing has changed since it did not fit
-        reserve = self.num_running > 0 and (self._debt > 0 or request.num_lost_tokens > 0) and self._pushed_out_by(request) is None
-        while self.num_running >= self.bound.max_running or not self._start(request, reserve):
+        reserve = self.num_running > 0 and not _is_beam(request) and (self._debt > 0 or request.num_lost_tokens > 0) and self._pushed_out_by(request) is None
+        while not self._has_place(request) or not self._start(request, reserve):
             victim = self._pushed_out_by(request)
             if victim is None:
                 self._blocked = state
@@ -278,7 +322,9 @@ class Scheduler:
         self.num_waiting_tokens -= _queued_tokens(request)
         self._leave_queue(request)
         self._blocked = None
-        if request is not self._head:
+        if request.parent is None and request.origin.sampling_params.beam_width is not None:
+            self._search_places[request.request_id] = self._places_of(request)
+        if request is not self._head and not _is_beam(request):
             request.last_step = self.step - 1  # it has not waited as the first one
         self.prefilling[request.request_id] = request
         request.status = RequestStatus.RUNNING
@@ -300,6 +346,8 @@ class Scheduler:
         self.plan.admitted.append(Admission(request.request_id, parent, arrival, request.added, request.num_prompt_tokens, found, resumed))
 
     def _leave_queue(self, request: Request) -> None:
+        if self.continuing.pop(request.request_id, None) is not None:
+            return
         was_promoted = request.patience == 0
         self.waiting.remove(request, self.step)
         self.stats.requests_promoted += request.patience == 0 and not was_promoted
@@ -309,7 +357,7 @@ class Scheduler:
         """Get its blocks: its parent's, or those of a cached prefix, and new ones. One block for each running request
         stays free, so that a request is not preempted as soon as it is admitted; and what `reserve` keeps from thrash."""
         parent = request.parent
-        headroom = self.num_running + (self.kv.blocks_for(self._debt) if reserve else 0)
+        headroom = 0 if _is_beam(request) and request.is_fork else self.num_running + (self.kv.blocks_for(self._debt) if reserve else 0)
         if parent is not None and parent.status is RequestStatus.HOLDING and not request.was_admitted:
             return self.kv.fork(parent, request, last=parent.num_children_to_admit == 1, headroom=headroom)
         return self.kv.admit(request, headroom=headroom, twice=reserve and request.num_lost_tokens > 0)
@@ -346,7 +394,12 @@ class Scheduler:
         return victim is not request
 
     def _pushed_out_by(self, request: Request) -> Request | None:
-        return self.victims.for_waiting(request, list(self.running()), self.holding.values())
+        running = list(self.running())
+        if running and not self._has_place(request):  # a beam pushed out would keep its place
+            running = [r for r in running if r.origin.sampling_params.beam_width is None]
+            if not running:
+                return None
+        return self.victims.for_waiting(request, running, self.holding.values())
 
     def _preempt(self, request: Request) -> None:
         """Free its blocks. A running request is queued again; a parent is done, its children go on without it."""
@@ -359,6 +412,7 @@ class Scheduler:
             self.finish(request, RequestStatus.FINISHED_PARENT)
             return
         self._detach(request)
+        self._search_places.pop(request.request_id, None)
         request.status = RequestStatus.PREEMPTED
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         request.num_computed_tokens = 0
@@ -398,3 +452,7 @@ def _lose_blocks(beam: Request) -> None:
 def _queued_tokens(request: Request) -> int:
     """What a waiting request counts for in num_waiting_tokens: nothing where it only waits for the blocks of its parent."""
     return 0 if request.is_fork else request.num_tokens
+
+
+def _is_beam(request: Request) -> bool:
+    return request.parent is not None and request.origin.sampling_params.beam_width is not None
