@@ -271,9 +271,7 @@ class EngineCore:
     def _note_end(self, request: Request, ending: Ending, count: int) -> None:
         """For the record of this step."""
         metrics = request.metrics
-        self._ends.append(
-            Finish(request.request_id, ending.reason, metrics.first_token, self.clock(), count, metrics.num_preemptions)
-        )
+        self._ends.append(Finish(request.request_id, ending.reason, metrics.first_token, self.clock(), count, metrics.num_preemptions))
 
     def _end_search(self, search: BeamSearch, ending: Ending | None = None, error: str | None = None) -> list[CompletionDelta]:
         """The answer of a beam search, which is over or (`ending`) broken off."""
@@ -397,4 +395,6 @@ class EngineCore:
         """Raises AssertionError. For tests; O(requests + blocks)."""
         self.scheduler.check_invariants()
         for request in self._requests.values():
-            assert not request.status.finished or request.children or request.request_id in self._searches, f"{request.request_id} is finished but still here"
+            assert not request.status.finished or request.children or request.request_id in self._searches, (
+                f"{request.request_id} is finished but still here"
+            )

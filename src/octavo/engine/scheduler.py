@@ -195,7 +195,9 @@ class Scheduler:
         for request in sorted(self.prefilling.values(), key=self.waiting.rank):
             self._plan_chunk(request, "resumed" if request.metrics.num_preemptions else "prompt")
         self._admit_waiting()
-        self.stuck = (next(iter(self.continuing.values()), None) or self.waiting.peek(self.step)) if not (self.num_running or self.holding) else None
+        self.stuck = (
+            (next(iter(self.continuing.values()), None) or self.waiting.peek(self.step)) if not (self.num_running or self.holding) else None
+        )
         return self.worker.output(self.step, self.plan)
 
     def complete_step(self, failed: Container[str]) -> list[tuple[Request, PlannedEntry]]:
@@ -312,7 +314,12 @@ class Scheduler:
         state = (request, self.kv.room(), self.num_running, self.kv.blocks_for(self._debt))
         if self.num_running > 0 and state == self._blocked:
             return False  # nothing has changed since it did not fit
-        reserve = self.num_running > 0 and not _is_beam(request) and (self._debt > 0 or request.num_lost_tokens > 0) and self._pushed_out_by(request) is None
+        reserve = (
+            self.num_running > 0
+            and not _is_beam(request)
+            and (self._debt > 0 or request.num_lost_tokens > 0)
+            and self._pushed_out_by(request) is None
+        )
         while not self._has_place(request) or not self._start(request, reserve):
             victim = self._pushed_out_by(request)
             if victim is None:
