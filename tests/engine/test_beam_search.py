@@ -3,11 +3,14 @@ share full blocks and copy only what is written; preemption, aborts and faults i
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import random
 
 import pytest
 
+from octavo.engine.request import Request
 from octavo.sampling_params import SamplingParams
 from tests.engine.fake import EOS, Collector, digests, distribution, finish, make_core, request, run
 
@@ -304,3 +307,42 @@ def test_searches_come_and_go_among_others_in_small_pools(seed):
     finish(core, collector)
     check(collector.outputs, [order for order in searches if order.request_id not in aborted])
     assert all(output.finished for output in collector.outputs.values()) and core.stats.requests_finished == 10
+
+
+def test_a_search_keeps_no_more_requests_than_its_width_needs():
+    core, width, most = make_core(), 4, 0
+    core.add_request(beams("a", [5, 6, 7], width, max_tokens=60, eos=False))
+    gc.collect()
+    for _ in range(60):
+        core.step()
+        most = max(most, sum(isinstance(o, Request) and o.origin.request_id == "a" for o in gc.get_objects()))
+    assert width < most <= 6 * width
+
+
+def test_the_log_and_the_record_tell_of_the_best_answer(caplog):
+    core, order = make_core(), beams("a", [5, 6, 7])
+    with caplog.at_level(logging.INFO, "octavo"):
+        outputs = run(core, [order])
+    best = outputs["a"].outputs[0]
+    (end,) = [end for event in core.events.recent() for end in event.ends]
+    assert end.num_output_tokens == len(best.token_ids) > 0 and end.first_token is not None
+    line = next(message for message in caplog.messages if message.startswith("request 'a'"))
+    assert f"output {len(best.token_ids)}," in line and "ttft 0.000 s" not in line
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill", "longest-prefix", "fair"])
+def test_a_search_goes_on_beside_streams_that_keep_arriving(policy):
+    core = make_core(num_blocks=400, policy=policy, max_num_seqs=4, promote_after_steps=5)
+    core.add_request(beams("a", [5, 6, 7], 2, max_tokens=20, eos=False))
+    longest = stalled = steps = 0
+    while core.has_request("a"):
+        while core.num_waiting < 6:
+            core.add_request(request(f"r{core.stats.requests_added}", [9, 8, 7], max_tokens=80, eos=False, tenant=str(steps % 6)))
+        core.step()
+        steps += 1
+        got = any(entry.request_id.partition("#")[0] == "a" for entry in core.events.recent(1)[0].entries)
+        stalled = 0 if got else stalled + 1
+        longest = max(longest, stalled)
+        core.check_invariants()
+        assert steps < 200
+    assert longest <= core.config.max_stalled_steps and steps <= 40

@@ -71,7 +71,7 @@ class BeamSearch:
         """What a step says may follow a beam; its drawn token means nothing here."""
         assert sampled.logprobs is not None
         self._beams[request.request_id].next = sampled.logprobs
-        request.parent = self.top  # it is admitted: nothing needs the beam before it any more, nor keeps it in memory
+        request.parent = self.top  # it is admitted: nothing needs the beam before it any more (whose children the scheduler lets go)
         self._preemptions += request.metrics.num_preemptions
 
     def advance(self) -> list[tuple[Request, list[Request]]]:

@@ -259,8 +259,8 @@ class EngineCore:
         top = request.parent or request
         if all(choice.status.finished for choice in top.children):
             self._forget(top, ending)
-        self._note_end(request, ending)
-        self._log(request, ending)
+        self._note_end(request, ending, request.num_output_tokens)
+        self._log(request, ending, request.num_output_tokens)
         return delta
 
     def _forget(self, top: Request, ending: Ending) -> None:
@@ -268,12 +268,10 @@ class EngineCore:
         self._stats.requests_finished += 1
         self._stats.requests_aborted += ending.reason == "abort"
 
-    def _note_end(self, request: Request, ending: Ending) -> None:
+    def _note_end(self, request: Request, ending: Ending, count: int) -> None:
         """For the record of this step."""
         metrics = request.metrics
-        self._ends.append(
-            Finish(request.request_id, ending.reason, metrics.first_token, self.clock(), request.num_output_tokens, metrics.num_preemptions)
-        )
+        self._ends.append(Finish(request.request_id, ending.reason, metrics.first_token, self.clock(), count, metrics.num_preemptions))
 
     def _end_search(self, search: BeamSearch, ending: Ending | None = None, error: str | None = None) -> list[CompletionDelta]:
         """The answer of a beam search, which is over or (`ending`) broken off."""
@@ -283,9 +281,11 @@ class EngineCore:
         for request in (*beams, top):
             self.outputs.forget(request)
             self.scheduler.finish(request, RequestStatus.of(ending.reason))
+        self.scheduler.end_search(top)
         self._forget(top, ending)
-        self._note_end(top, ending)
-        self._log(top, ending)
+        best, top.metrics = deltas[0], deltas[0].metrics or top.metrics
+        self._note_end(top, ending, len(best.token_ids))
+        self._log(top, ending, len(best.token_ids))
         return deltas
 
     def _gathered(self, deltas: list[CompletionDelta]) -> list[CompletionDelta]:
@@ -340,11 +340,10 @@ class EngineCore:
         if self._dead is not None:
             raise EngineDeadError(f"the engine cannot run ({self._dead}); start it again")
 
-    def _log(self, request: Request, ending: Ending) -> None:
+    def _log(self, request: Request, ending: Ending, count: int) -> None:
         metrics = request.metrics
         end = self.clock()
         queued = (metrics.first_scheduled or end) - metrics.arrival
-        count = request.num_output_tokens
         per_token = (metrics.last_token - metrics.first_token) / max(1, count - 1) if metrics.last_token and metrics.first_token else 0.0
         logger.info(
             "request %r: %s, queue %.3f s, ttft %.3f s, tpot %.4f s, prompt %d (cached %d), output %d, preempted %d times",
@@ -396,4 +395,6 @@ class EngineCore:
         """Raises AssertionError. For tests; O(requests + blocks)."""
         self.scheduler.check_invariants()
         for request in self._requests.values():
-            assert not request.status.finished or request.children, f"{request.request_id} is finished but still here"
+            assert not request.status.finished or request.children or request.request_id in self._searches, (
+                f"{request.request_id} is finished but still here"
+            )

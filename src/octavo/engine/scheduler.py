@@ -75,6 +75,11 @@ class Scheduler:
         self.decoding: OrderedDict[str, Request] = OrderedDict()
         #: Parents whose children are not all admitted yet, and beams that wait for the other beams.
         self.holding: dict[str, Request] = {}
+        #: Beams that wait to go on: they keep the places of their search and never stand in the policy's queue.
+        self.continuing: OrderedDict[str, Request] = OrderedDict()
+        #: Places that searches under way keep until they end, by id.
+        self._search_places: dict[str, int] = {}
+        self._beam_blocked = False
         self.plan = self._empty_plan()
         self._head: Request | None = None
         #: Last step in which the first place of the queue was served, or could not be for lack of a place to run.
@@ -96,14 +101,35 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.followers)
+        return len(self.waiting) + len(self.followers) + len(self.continuing)
 
     def running(self) -> Iterator[Request]:
         return chain(self.prefilling.values(), self.decoding.values())
 
     def add(self, request: Request) -> None:
         self.counts.add(request)
-        self.waiting.push(request, self.step)
+        if _is_beam(request):
+            self.continuing[request.request_id] = request
+        else:
+            self.waiting.push(request, self.step)
+
+    def end_search(self, top: Request) -> None:
+        """The places it kept are free."""
+        self._search_places.pop(top.request_id, None)
+
+    def _free_places(self, request: Request) -> int:
+        """Places for it. Beams have those of their search; others only such as no search keeps."""
+        if _is_beam(request) or not self._search_places:
+            return self.bound.max_running - self.num_running
+        alone = sum(r.origin.sampling_params.beam_width is None for r in self.running())
+        return self.bound.max_running - alone - sum(self._search_places.values())
+
+    def _has_place(self, request: Request, freed: int = 0) -> bool:
+        """A search needs as many places as it has beams. `freed`: so many others would go."""
+        return self._free_places(request) + freed >= (1 if _is_beam(request) else self._places_of(request))
+
+    def _places_of(self, request: Request) -> int:
+        return min(request.origin.sampling_params.beam_width or 1, self.bound.max_running)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """Take a request out for good, wherever it stands (also between schedule and complete_step); twice is nothing."""
@@ -111,6 +137,8 @@ class Scheduler:
             return
         if request in self.waiting:
             self.waiting.remove(request, self.step)
+            self.counts.remove(request)
+        elif self.continuing.pop(request.request_id, None) is not None:
             self.counts.remove(request)
         elif request in self.followers:
             self.followers.remove(request)
@@ -151,6 +179,7 @@ class Scheduler:
         if beam.status.finished:
             _lose_blocks(beam)
         for child in children:
+            child.last_step, child.patience = beam.last_step, beam.patience
             self.add(child)
 
     def computed_parents(self) -> list[Request]:
@@ -171,7 +200,9 @@ class Scheduler:
         for request in self.followers.by_urgency(self.prefilling.values(), self.waiting.rank):
             self._plan_chunk(request, "resumed" if request.metrics.num_preemptions else "prompt")
         self._admit_waiting()
-        self.stuck = self.waiting.peek(self.step) if not (self.num_running or self.holding) else None
+        self.stuck = (
+            (next(iter(self.continuing.values()), None) or self.waiting.peek(self.step)) if not (self.num_running or self.holding) else None
+        )
         return self.worker.output(self.step, self.plan)
 
     def complete_step(self, failed: Container[str]) -> list[tuple[Request, PlannedEntry]]:
@@ -202,7 +233,7 @@ class Scheduler:
         """The prefill, running or first in the queue, that must be served now to keep the bound."""
         candidates = list(self.prefilling.values())
         head = self.waiting.peek(self.step)
-        place = len(candidates) < self.bound.max_prefills and self.num_running < self.bound.max_running
+        place = len(candidates) < self.bound.max_prefills and (head is None or self._has_place(head)) and not self._beam_blocked
         if self._head is None or not place:
             self._queue_served = self.step - 1  # only now the waiting of the first place begins to count
         if head is not None:
@@ -220,7 +251,12 @@ class Scheduler:
 
     def _plan_decodes(self) -> None:
         places = min(self.plan.decode_places, self.plan.budget)
-        for request in list(islice(self.decoding.values(), places)):
+        self._beam_blocked = False
+        turns = [*islice(self.decoding.values(), places), *islice(self.continuing.values(), places)]
+        for request in sorted(turns, key=lambda r: r.last_step)[:places]:
+            if request.request_id in self.continuing:
+                self._continue(request)
+                continue
             if request.request_id not in self.decoding or not (self.kv.has_slot(request) or self._grow(request)):
                 continue  # preempted in this very step
             self._add_entry(request, 1, "decode")
@@ -249,7 +285,19 @@ class Scheduler:
 
     # Admission and preemption
 
+    def _continue(self, beam: Request) -> None:
+        if self._beam_blocked or self.plan.budget == 0:
+            return
+        if self._admit(beam):
+            self._plan_chunk(beam, "resumed" if beam.metrics.num_preemptions else "fork")
+        else:
+            self._beam_blocked = True
+
     def _admit_waiting(self) -> None:
+        for beam in list(self.continuing.values()):
+            self._continue(beam)
+        if self._beam_blocked:
+            return  # memory or places that a beam waits for are not given to others
         entries = self.plan.entries
         half_done = sum(not (r.request_id in entries and entries[r.request_id].completes) for r in self.prefilling.values())
         while self.plan.budget > 0 and half_done < self.bound.max_prefills:
@@ -270,9 +318,14 @@ class Scheduler:
         state = (request, self.kv.room(), self.num_running, self.debt.num_tokens)
         if self.num_running > 0 and state == self._blocked:
             return False  # nothing has changed since it did not fit
-        reserve = self.num_running > 0 and (bool(self.debt) or request.num_lost_tokens > 0) and self._pushed_out_by(request) is None
+        reserve = (
+            self.num_running > 0
+            and not _is_beam(request)
+            and (bool(self.debt) or request.num_lost_tokens > 0)
+            and self._pushed_out_by(request) is None
+        )
         suffices = False
-        while self.num_running >= self.bound.max_running or not self._start(request, reserve):
+        while not self._has_place(request) or not self._start(request, reserve):
             victim = self._pushed_out_by(request)
             if victim is None or not (suffices or self._all_gone_suffices(request)):
                 self._blocked = state
@@ -282,7 +335,9 @@ class Scheduler:
         self.counts.remove(request)
         self._leave_queue(request)
         self._blocked = None
-        if request is not self._head:
+        if request.parent is None and request.origin.sampling_params.beam_width is not None:
+            self._search_places[request.request_id] = self._places_of(request)
+        if request is not self._head and not _is_beam(request):
             request.last_step = self.step - 1  # it has not waited as the first one
         self.prefilling[request.request_id] = request
         request.status = RequestStatus.RUNNING
@@ -308,6 +363,8 @@ class Scheduler:
         self.plan.admitted.append(admission)
 
     def _leave_queue(self, request: Request) -> None:
+        if self.continuing.pop(request.request_id, None) is not None:
+            return
         was_promoted = request.patience == 0
         self.waiting.remove(request, self.step)
         self.stats.requests_promoted += request.patience == 0 and not was_promoted
@@ -318,8 +375,11 @@ class Scheduler:
         stays free, so that a request is not preempted as soon as it is admitted; and what `reserve` keeps from thrash.
         `without`: change nothing, but say whether it would get them once these had let go of theirs."""
         parent = request.parent
-        running = self.num_running - sum(other.status is RequestStatus.RUNNING for other in without or ())
-        terms = Terms(running, self.kv.blocks_for(self.debt.num_tokens) if reserve else 0, without)
+        if _is_beam(request) and request.is_fork:
+            terms = Terms(0, 0, without)  # it goes on, with hardly more than its parent held
+        else:
+            running = self.num_running - sum(other.status is RequestStatus.RUNNING for other in without or ())
+            terms = Terms(running, self.kv.blocks_for(self.debt.num_tokens) if reserve else 0, without)
         if parent is not None and parent.status is RequestStatus.HOLDING and not request.was_admitted:
             return self.kv.fork(parent, request, terms, last=parent.num_children_to_admit == 1)
         return self.kv.admit(request, terms, twice=reserve and request.num_lost_tokens > 0)
@@ -328,8 +388,8 @@ class Scheduler:
         """A waiting request could start without all it may push out; where nothing runs it always can."""
         if self.num_running == 0:
             return True
-        gone = self.waiting.less_urgent(request, self.running())
-        if self.num_running - len(gone) >= self.bound.max_running:
+        gone = self.waiting.less_urgent(request, self._give_way_to(request))
+        if not self._has_place(request, freed=len(gone)):
             return False
         return self._start(request, False, [*gone, *self.waiting.less_urgent(request, self.holding.values())])
 
@@ -348,6 +408,8 @@ class Scheduler:
         parent.num_children_to_admit -= 1
         if parent.num_children_to_admit == 0 and parent.status is RequestStatus.HOLDING:
             self.finish(parent, RequestStatus.FINISHED_PARENT)
+        if parent.num_children_to_admit == 0 and parent.origin.sampling_params.beam_width is not None:
+            parent.children = []  # else the first beam of a search would keep every later one in memory
 
     def _grow(self, request: Request) -> bool:
         """A slot for the next token of a decode; False when the request itself had to be preempted."""
@@ -363,8 +425,13 @@ class Scheduler:
         return victim is not request
 
     def _pushed_out_by(self, request: Request) -> Request | None:
-        holding = self.holding.values() if self.num_running < self.bound.max_running else ()  # they give no place to run
-        return self.victims.for_waiting(request, list(self.running()), holding)
+        holding = self.holding.values() if self._has_place(request) else ()  # they give no place to run
+        return self.victims.for_waiting(request, self._give_way_to(request), holding)
+
+    def _give_way_to(self, request: Request) -> list[Request]:
+        """Running ones that a waiting request might push out: for lack of a place no beams, which would keep theirs."""
+        running = list(self.running())
+        return running if self._has_place(request) else [r for r in running if r.origin.sampling_params.beam_width is None]
 
     def _preempt(self, request: Request) -> None:
         """Free its blocks. A running request is queued again; a parent is done, its children go on without it."""
@@ -377,6 +444,7 @@ class Scheduler:
             self.finish(request, RequestStatus.FINISHED_PARENT)
             return
         self._detach(request)
+        self._search_places.pop(request.request_id, None)
         request.status = RequestStatus.PREEMPTED
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         request.num_computed_tokens = 0
@@ -414,3 +482,7 @@ def _lose_blocks(beam: Request) -> None:
         if not child.was_admitted:
             child.num_lost_tokens = beam.num_computed_tokens
             child.metrics.num_preemptions += 1
+
+
+def _is_beam(request: Request) -> bool:
+    return request.parent is not None and request.origin.sampling_params.beam_width is not None
