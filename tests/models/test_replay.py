@@ -172,7 +172,7 @@ def test_rows_of_an_operand_are_refused(tiny, caplog):
         sequences = harness.Sequences(executor)
         sequences.add("a", list(range(100)))
         model, ops = executor.runner.model, executor.ops
-        forward, weight = model.forward, ops.pack_vector(np.ones(256, np.float32))
+        forward, weight = model.forward, ops.pack_vector(np.ones(64, np.float32))
         model.forward = lambda batch, rows=rows, ops=ops, forward=forward, weight=weight: (
             out := forward(batch),
             ops.rms_norm(out[rows], weight, 1e-5),
