@@ -99,12 +99,14 @@ public:
 private:
     uint8_t* scratch(int64_t bytes);
     template <typename F> void each_rows(int64_t rows, int64_t cols, const F& function);
-    struct Quantized {
+    struct Rounded {
         const ActBlock* bytes = nullptr;  // [generated rows, blocks]
-        const ActBlock* wide = nullptr;   // [rows, blocks]
+        const ActBlock* wide = nullptr;   // [rows, or generated rows where the others are in tiles; blocks]
+        const uint16_t* tiles = nullptr;  // [tiles of prompt rows, blocks, 16, 32]
         int64_t blocks = 0;
     };
-    Quantized quantize(In x, const PackedWeight& weight, int64_t generated, const RowTask& before);
+    Rounded round(In x, const PackedWeight& weight, int64_t generated, const RowTask& before);
+    bool in_tiles(Layout layout) const { return kernels_.prompt.linear && (is_quantized(layout) || layout == Layout::BF16); }
     void linear_rows(In x, const PackedWeight& weight, int64_t generated, Out out, const RowTask& before);
     void attend_tiles(const AttendJob& job);
 

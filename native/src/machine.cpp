@@ -10,6 +10,11 @@
 
 #ifdef __linux__
 #include <sched.h>
+#ifdef OCTAVO_X86_LEVELS
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace octavo {
@@ -93,9 +98,51 @@ int available_threads() {
     return quota > 0 ? std::min(affinity, quota) : affinity;
 }
 
+#ifdef OCTAVO_X86_LEVELS
+namespace {
+
+// Whether the processor has AMX tiles and their bfloat16 products, and the system saves the tiles and lets this process use them.
+bool tiles_permitted() {
+#if defined(OCTAVO_SIMDE)
+    return true;  // emulated: a test build runs them anywhere
+#elif defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr unsigned kOsxsave = 1u << 27, kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // CPUID 1.ECX, 7.0.EDX
+    constexpr unsigned kTileState = 3u << 17;                                          // XCR0: XTILECFG, XTILEDATA
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;                         // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kOsxsave)) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile)) return false;
+    unsigned low = 0, high = 0;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    // The permission is the process's: threads made later have it, and so does a fork.
+    return (low & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+bool tiles_work() {
+    static const bool work = tiles_permitted() && kAmxPromptKernels.self_test();
+    return work;
+}
+
+// Level "amx": all of "avx512vnni", and tiles for prompt rows.
+const Kernels& amx_kernels() {
+    static const Kernels kernels = [] {
+        Kernels joined = kAvx512VnniKernels;
+        joined.name = "amx";
+        joined.prompt = kAmxPromptKernels;
+        return joined;
+    }();
+    return kernels;
+}
+
+}  // namespace
+#endif
+
 std::vector<std::string> known_isa_levels() {
 #ifdef OCTAVO_X86_LEVELS
-    return {"portable", "avx2", "avx512vnni"};
+    return {"portable", "avx2", "avx512vnni", "amx"};
 #else
     return {"portable"};
 #endif
@@ -115,6 +162,7 @@ std::vector<std::string> isa_levels() {
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
             levels.push_back("avx512vnni");
 #endif
+        if (levels.back() == "avx512vnni" && tiles_work()) levels.push_back("amx");
     }
 #endif
     return levels;
@@ -126,7 +174,8 @@ const Kernels& kernels_for(const std::string& level) {
     if (wanted.empty()) {
         const char* forced = std::getenv("OCTAVO_CPU_ISA");
         if (forced && *forced) { wanted = forced; source = "OCTAVO_CPU_ISA"; }
-        else wanted = levels.back();
+        // The strongest that has run on real hardware: amx has not, and is for those who ask for it.
+        else wanted = levels.size() > 1 && levels.back() == "amx" ? levels[levels.size() - 2] : levels.back();
     }
     if (std::find(levels.begin(), levels.end(), wanted) == levels.end()) {
         std::string list;
@@ -134,6 +183,7 @@ const Kernels& kernels_for(const std::string& level) {
         throw std::invalid_argument(source + "=" + wanted + " cannot run on this machine; choose one of: " + list);
     }
 #ifdef OCTAVO_X86_LEVELS
+    if (wanted == "amx") return amx_kernels();
     if (wanted == "avx512vnni") return kAvx512VnniKernels;
     if (wanted == "avx2") return kAvx2Kernels;
 #endif

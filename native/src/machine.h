@@ -18,7 +18,8 @@ int available_threads();
 
 // Levels in this build, weakest first.
 std::vector<std::string> known_isa_levels();
-// Those of them this machine can run. Includes whether the operating system saves the registers.
+// Those of them this machine can run. Includes whether the operating system saves the registers; "amx" asks it for permission to
+// use tiles, once for the process, and has passed a self-test.
 std::vector<std::string> isa_levels();
 // The kernels of a level; "" means OCTAVO_CPU_ISA if set, else the strongest. std::invalid_argument when unknown or not
 // supported here.

@@ -1,5 +1,6 @@
 // Matrix products and the embedding: checks, quantisation of the rows, and the division of work.
 #include <algorithm>
+#include <cstring>
 
 #include "context.h"
 
@@ -32,47 +33,58 @@ void Context::linear(In x, const PackedWeight& weight, int64_t num_generated, Ou
     }
 }
 
-// The rows of a micro-batch as integers: generated ones as bytes for 4-bit weights, whatever else is asked for wide.
-Context::Quantized Context::quantize(In x, const PackedWeight& weight, int64_t generated, const RowTask& before) {
-    bool four_bits = false, others = false;
+// The rows of a micro-batch as the weight's kernels take them. As integers: generated rows as bytes for 4-bit weights, whatever
+// else is asked for wide. As tiles of bfloat16: prompt rows, where the level has kernels for them.
+Context::Rounded Context::round(In x, const PackedWeight& weight, int64_t generated, const RowTask& before) {
+    bool four_bits = false, others = false, tiled = false;
     for (const Segment& s : weight.segments()) {
         four_bits |= s.layout == Layout::Q4B32;
         others |= is_quantized(s.layout) && s.layout != Layout::Q4B32;
+        tiled |= in_tiles(s.layout);
     }
-    if (!four_bits && !others) {
+    if (!four_bits && !others && !tiled) {
         if (before) each_rows(x.rows, 4 * x.cols, before);
         return {};
     }
-    const int64_t blocks = (x.cols + kBlock - 1) / kBlock, num_bytes = four_bits ? generated : 0, first_wide = others ? 0 : generated;
-    ActBlock* bytes = reinterpret_cast<ActBlock*>(scratch((num_bytes + x.rows) * blocks * int64_t(sizeof(ActBlock))));
+    const int64_t blocks = (x.cols + kBlock - 1) / kBlock, num_bytes = four_bits ? generated : 0;
+    const int64_t first_wide = others ? 0 : generated, num_wide = !four_bits && !others ? 0 : tiled ? generated : x.rows;
+    const int64_t first_tiled = tiled ? generated : x.rows, row_tiles = (x.rows - first_tiled + kTileRows - 1) / kTileRows;
+    const int64_t act_bytes = (num_bytes + num_wide) * blocks * int64_t(sizeof(ActBlock)), tile_bytes = blocks * kBlock * kTileRows * int64_t(sizeof(uint16_t));
+    const int64_t tiles_at = (act_bytes + 63) / 64 * 64;
+    uint8_t* memory = scratch(tiles_at + row_tiles * tile_bytes);
+    ActBlock* bytes = reinterpret_cast<ActBlock*>(memory);
     ActBlock* wide = bytes + num_bytes * blocks;
+    uint16_t* tiles = reinterpret_cast<uint16_t*>(memory + tiles_at);
+    if ((x.rows - first_tiled) % kTileRows) std::memset(memory + tiles_at + (row_tiles - 1) * tile_bytes, 0, size_t(tile_bytes));
     each_rows(x.rows, 4 * x.cols, [&](int64_t a, int64_t b) {
         if (before) before(a, b);
         const auto rows = [&](int64_t from, int64_t to, Rounding rounding, ActBlock* out) {
             if (from < to) kernels_.quantize_rows(x.data + from * x.stride, x.stride, to - from, x.cols, rounding, out + from * blocks);
         };
         rows(a, std::min(b, num_bytes), Rounding::Bytes, bytes);
-        rows(std::max(a, first_wide), b, Rounding::Wide, wide);
+        rows(std::max(a, first_wide), std::min(b, num_wide), Rounding::Wide, wide);
+        const int64_t from = std::max(a, first_tiled);
+        if (from < b) kernels_.prompt.round_rows(x.data + from * x.stride, x.stride, from - first_tiled, b - from, x.cols, tiles);
     });
-    return {bytes, wide, blocks};
+    return {bytes, wide, tiles, blocks};
 }
 
 void Context::linear_rows(In x, const PackedWeight& weight, int64_t generated, Out out, const RowTask& before) {
-    const Quantized quantized = quantize(x, weight, generated, before);
+    const Rounded rounded = round(x, weight, generated, before);
     int64_t panels = 0;
     for (const Segment& s : weight.segments()) panels += s.panels;
     // A chunk of rows is of one kind. About eight items per thread, of whole groups of four panels; one item per chunk of
     // rows when there is next to nothing to do.
-    const int64_t generated_chunks = (generated + kRowChunk - 1) / kRowChunk;
-    const int64_t row_chunks = generated_chunks + (x.rows - generated + kRowChunk - 1) / kRowChunk;
+    const int64_t prompt_chunk = kernels_.prompt.linear ? kPromptRows : kRowChunk, generated_chunks = (generated + kRowChunk - 1) / kRowChunk;
+    const int64_t row_chunks = generated_chunks + (x.rows - generated + prompt_chunk - 1) / prompt_chunk;
     const bool tiny = x.rows * x.cols * weight.columns() < 32768;
     const int64_t per_item = tiny ? panels : std::max<int64_t>(4, (panels * row_chunks / (8 * pool_.threads()) + 3) / 4 * 4);
     const int64_t panel_chunks = (panels + per_item - 1) / per_item;
     pool_.run(panel_chunks * row_chunks, [&](int64_t item) {
         const int64_t chunk = item % row_chunks;
         const bool is_generated = chunk < generated_chunks;
-        const int64_t t = is_generated ? chunk * kRowChunk : generated + (chunk - generated_chunks) * kRowChunk;
-        const int64_t rows = std::min(kRowChunk, (is_generated ? generated : x.rows) - t);
+        const int64_t t = is_generated ? chunk * kRowChunk : generated + (chunk - generated_chunks) * prompt_chunk;
+        const int64_t rows = is_generated ? std::min(kRowChunk, generated - t) : std::min(prompt_chunk, x.rows - t);
         const int64_t first = item / row_chunks * per_item, last = std::min(panels, first + per_item);
         int64_t panel = 0, column = 0;
         for (size_t i = 0; i < weight.segments().size(); ++i) {
@@ -80,9 +92,12 @@ void Context::linear_rows(In x, const PackedWeight& weight, int64_t generated, O
             const int64_t a = std::max(first - panel, int64_t(0)), b = std::min(last - panel, s.panels);
             const Rounding rounding = is_generated && s.layout == Layout::Q4B32 ? Rounding::Bytes : Rounding::Wide;
             float* to = out.data + t * out.stride + column;
-            if (a < b && is_quantized(s.layout)) {
-                const ActBlock* from = (rounding == Rounding::Bytes ? quantized.bytes : quantized.wide) + t * quantized.blocks;
-                kernels_.linear_quantized(&s, from, quantized.blocks, rows, rounding, a, b, weight.bias(i), to, out.stride);
+            if (a < b && !is_generated && in_tiles(s.layout)) {
+                const uint16_t* from = rounded.tiles + (t - generated) * rounded.blocks * kBlock;
+                kernels_.prompt.linear(&s, from, rows, a, b, weight.bias(i), to, out.stride);
+            } else if (a < b && is_quantized(s.layout)) {
+                const ActBlock* from = (rounding == Rounding::Bytes ? rounded.bytes : rounded.wide) + t * rounded.blocks;
+                kernels_.linear_quantized(&s, from, rounded.blocks, rows, rounding, a, b, weight.bias(i), to, out.stride);
             } else if (a < b) {
                 kernels_.linear_float(&s, x.data + t * x.stride, x.stride, rows, a, b, weight.bias(i), to, out.stride);
             }

@@ -20,6 +20,10 @@ constexpr int64_t kSplit = 256;
 // Most query vectors one attention tile works on.
 constexpr int64_t kTileQueries = 16;
 constexpr int64_t kMaxHeadDim = 256;
+// Most rows of one call of PromptKernels::linear. A multiple of kTileRows.
+constexpr int64_t kPromptRows = 256;
+// Rows of an activation tile: [16 rows][32 inputs] bfloat16, 1 KB.
+constexpr int64_t kTileRows = 16;
 
 enum class Layout : int32_t { F32, F16, BF16, Q4B32, Q8B32, Q8B16 };
 // I8: integers with one scale per token, KV head, and K or V (kv_pool.h).
@@ -103,6 +107,19 @@ struct SamplingKernels {
     int64_t (*count_at_least)(const float* x, int64_t n, float limit);
 };
 
+// Rows of kind PROMPT times quantised and bfloat16 weights, both operands rounded to bfloat16 (docs/numerics.md). All
+// nullptr where a level has no units for it; a level that has them uses them for every such row, however few there are.
+struct PromptKernels {
+    // Whether a small product comes out exactly right. Called before the level is offered.
+    bool (*self_test)();
+    // x [rows, k] -> rows [first, first + rows) of tiles [row tiles][ceil(k / 32)][16][32]; the tail of the last input block is zero.
+    void (*round_rows)(const float* x, int64_t stride, int64_t first, int64_t rows, int64_t k, uint16_t* tiles);
+    // Panels [panel0, panel1) of a segment times the first `rows` <= kPromptRows rows of `tiles`, whose last tile is filled up with
+    // rows of any finite numbers. out: column 0 of the segment.
+    void (*linear)(const Segment* segment, const uint16_t* tiles, int64_t rows, int64_t panel0, int64_t panel1,
+                   const float* bias, float* out, int64_t out_stride);
+};
+
 // What one level offers. Functions never throw, never allocate and trust their arguments; callers check.
 struct Kernels {
     const char* name;
@@ -129,10 +146,12 @@ struct Kernels {
     void (*attend_finish)(const AttendJob* job, const AttendTile* tile, const float* state);
 
     SamplingKernels sampling;
+    PromptKernels prompt;
 };
 
 extern const Kernels kPortableKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512VnniKernels;
+extern const PromptKernels kAmxPromptKernels;  // all that level "amx" adds to "avx512vnni"
 
 }  // namespace octavo

@@ -75,7 +75,7 @@ def test_linear(backends, isa, seed, layouts, rows, n, blocks, offset, zero, cut
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_linear_over_more_rows_than_a_micro_batch(backends, isa):
-    """Rows are quantised 512 at a time and dealt out 64 at a time, generated and prompt rows apart."""
+    """Rows are quantised 512 at a time and dealt out 64 (in tiles: 256) at a time, generated and prompt rows apart."""
     rng = np.random.default_rng(0)
     packed, _ = random_packed(rng, "q4_b32", 40, 64, offset=True)
     x = random_rows(rng, 1100, 64)
@@ -89,13 +89,50 @@ def test_linear_over_more_rows_than_a_micro_batch(backends, isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_kind_of_a_row_matters_to_4_bit_weights_only(backends, isa, layout):
+def test_the_kind_of_a_row_matters_to_few_weights(backends, isa, layout):
     rng = np.random.default_rng(3)
     packed, _ = random_packed(rng, layout, 40, 96)
     x, ops = random_rows(rng, 6, 96), backends[isa][0]
     weight = ops.pack_linear([packed])
     prompt, generated = (fresh(ops, 6).linear(x, weight, n).copy() for n in (0, 6))
-    assert same(prompt, generated) is (layout != "q4_b32")
+    assert same(prompt, generated) is (layout in ("f32", "f16") or (isa != "amx" and layout != "q4_b32"))
+
+
+@pytest.mark.parametrize("layout", ["q4_b32", "bf16"])
+@pytest.mark.parametrize("k", [512, 544, 1312])
+def test_tiles_over_more_inputs_than_a_chunk(backends, layout, k):
+    """Level amx dequantises 512 inputs at a time: a chunk's sums go on in the next, in pairs of panels and single ones."""
+    if "amx" not in LEVELS:
+        pytest.skip("this CPU has no AMX (native/tests/README.md tells how to emulate it)")
+    rng = np.random.default_rng(k)
+    (left, matrix), (right, _) = (random_packed(rng, layout, n, k) for n in (33, 40))
+    x = random_rows(rng, 70, k)
+    for ops in backends["amx"]:
+        weight, both = ops.pack_linear([left]), ops.pack_linear([right, left])
+        whole = fresh(ops, 70).linear(x, weight, 0).copy()
+        exact = x.astype(np.float64) @ matrix.T
+        assert (np.abs(whole - exact) <= 2.0**-7 * (np.abs(x) @ np.abs(matrix).T)).all()
+        assert same(fresh(ops, 70).linear(x, both, 0)[:, 40:], whole)
+        for t in (0, 15, 16, 69):
+            assert same(fresh(ops, 1).linear(x[t : t + 1], weight, 0), whole[t : t + 1])
+
+
+def test_generated_rows_of_level_amx_have_the_bits_of_avx512():
+    """Tiles are for prompt rows alone; everything else is the other level's."""
+    if "amx" not in LEVELS:
+        pytest.skip("this CPU has no AMX (native/tests/README.md tells how to emulate it)")
+    results = []
+    for isa in ("avx512vnni", "amx"):
+        ops, rng, mine = CpuOps(64, threads=2, isa=isa), np.random.default_rng(11), []
+        for layout in LAYOUTS:
+            packed, _ = random_packed(rng, layout, 45, 96, offset=layout[0] == "q", zero=8 if layout[0] == "q" else 0)
+            mine.append(fresh(ops, 21).linear(random_rows(rng, 21, 96), ops.pack_linear([packed]), 13)[:13].copy())
+        x = random_rows(rng, 5, 90)
+        mine += [fresh(ops, 5).rms_norm(x, x[0], 1e-5).copy(), ops.silu_mul(x).copy()]
+        spec = KVSpec(1, 60, 16, 2, 20, "bf16")
+        mine += forward(ops, spec, 6, [[(0, 300)]], [Sequence(rng, 300, 6, 2, 20)], rng, None, 6.0)
+        results.append(mine)
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("isa", LEVELS)

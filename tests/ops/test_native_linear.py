@@ -1,7 +1,8 @@
 """Native linear and embedding: the exact arithmetic of docs/numerics.md, extremes of every layout, hostile arguments.
 
 The oracle rounds activations per block of 32 itself, to 15 bits or 8, and goes on in float64, so that what is left is float32 rounding:
-a wrong scale, offset, zero or order of nibbles cannot hide behind quantisation noise.
+a wrong scale, offset, zero or order of nibbles cannot hide behind quantisation noise. Where level amx computes prompt rows in tiles,
+it rounds both operands to bfloat16 instead.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from octavo.ops.api import PackedTensor
-from tests.ops.op_oracle import pack_q, random_packed
+from tests.ops.op_oracle import bf16_round, pack_q, random_packed
 
 _native = pytest.importorskip("octavo._native", reason="the native module is not built")
 CpuOps = pytest.importorskip("octavo.ops.cpu").CpuOps
@@ -34,6 +35,33 @@ def rounded_activations(x: np.ndarray, layout: str) -> np.ndarray:
     return (q * (safe / largest).astype(np.float64)).reshape(padded.shape)[:, : x.shape[1]]
 
 
+def in_tiles(isa: str, layout: str, rows: int) -> np.ndarray:
+    """bool [rows]: which rows of `run` meet the weights as bfloat16."""
+    return (np.arange(rows) >= num_generated(rows)) & (isa == "amx") & (layout in [*QUANTISED, "bf16"])
+
+
+def float32_weights(packed: PackedTensor) -> np.ndarray:
+    """The values of a quantised weight: scale * (q - zero) + offset, each operation rounded to float32."""
+    rows, cols = packed.shape
+    data = packed.data.astype(np.int32)
+    if packed.layout == "q4_b32":
+        nibbles = data.reshape(rows, -1, 16)
+        data = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(rows, cols)
+    block = cols // packed.scale.shape[1]
+    values = np.repeat(packed.scale.astype(np.float32), block, axis=1) * (data - packed.zero).astype(np.float32)
+    return values if packed.offset is None else values + np.repeat(packed.offset.astype(np.float32), block, axis=1)
+
+
+def products(isa: str, x: np.ndarray, packed: PackedTensor, matrix: np.ndarray) -> np.ndarray:
+    """float64 [T, N]: `run` without the rounding of its sums. matrix: the exact values of `packed`."""
+    seen = rounded_activations(x, packed.layout) if packed.layout in QUANTISED else x.astype(np.float64)
+    result, tiled = seen @ matrix.T, in_tiles(isa, packed.layout, len(x))
+    if tiled.any():
+        weights = float32_weights(packed) if packed.layout in QUANTISED else matrix
+        result[tiled] = bf16_round(x[tiled]) @ bf16_round(weights).T
+    return result
+
+
 def num_generated(rows: int) -> int:
     """Of the rows that `run` computes: the larger half."""
     return (rows + 1) // 2
@@ -44,9 +72,9 @@ def run(ops, x: np.ndarray, weight) -> np.ndarray:
     return ops.linear(x, weight, num_generated(len(x))).copy()
 
 
-def close(result: np.ndarray, x: np.ndarray, matrix: np.ndarray, shift: np.ndarray | float = 0.0) -> None:
+def close(isa: str, result: np.ndarray, x: np.ndarray, packed: PackedTensor, matrix: np.ndarray, shift: np.ndarray | float = 0.0) -> None:
     allowed = 2e-6 * (np.abs(x) @ np.abs(matrix).T + np.abs(shift)) + 1e-30
-    error = np.abs(result - (x.astype(np.float64) @ matrix.T + shift))
+    error = np.abs(result - (products(isa, x, packed, matrix) + shift))
     assert (error <= allowed).all(), f"largest error {error.max():.3g}, {np.max(error / allowed):.3g} times what is allowed"
 
 
@@ -66,9 +94,8 @@ def test_quantised_weights_against_exact_activations(isa, layout, offset, scale_
     parts = np.abs(matrix) + scales * (128 + abs(zero))
     for rows in (1, 2, 3, 4, 7, 8, 13):
         x = (rng.standard_normal((rows, k)) * 10 ** rng.uniform(-3, 3, (rows, 1))).astype(np.float32)
-        seen = rounded_activations(x, layout)
-        allowed = 2e-6 * (np.abs(seen) @ parts.T + np.abs(bias))
-        error = np.abs(run(ops, x, weight) - (seen @ matrix.T + bias))
+        allowed = 2e-6 * (np.abs(rounded_activations(x, layout)) @ parts.T + np.abs(bias))
+        error = np.abs(run(ops, x, weight) - (products(isa, x, packed, matrix) + bias))
         assert (error <= allowed).all(), f"{np.max(error / allowed):.3g} times what is allowed at {rows} rows"
 
 
@@ -79,7 +106,7 @@ def test_half_blocks_may_leave_half_an_activation_block(isa):
     packed, matrix = random_packed(rng, "q8_b16", 21, 48, offset=True, zero=2)
     ops = CpuOps(8, threads=1, isa=isa)
     x = rng.standard_normal((5, 48)).astype(np.float32)
-    close(run(ops, x, ops.pack_linear([packed])), rounded_activations(x, "q8_b16"), matrix)
+    close(isa, run(ops, x, ops.pack_linear([packed])), x, packed, matrix)
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -108,7 +135,7 @@ def test_float_weights(isa, layout, n, k):
     weight = ops.pack_linear([packed], bias)
     for rows in (1, 2, 5, 9):
         x = rng.standard_normal((rows, k)).astype(np.float32)
-        close(run(ops, x, weight), x, matrix, bias)
+        close(isa, run(ops, x, weight), x, packed, matrix, bias)
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -126,26 +153,27 @@ def test_halves_of_every_value_are_exact(isa):
     weight = ops.pack_linear([PackedTensor("q8_b32", q.shape, pack_q("q8_b32", q), halves.view(np.float16).T)])
     x = np.zeros((32, 32 * 32), np.float32)
     x[np.arange(32), np.arange(32) * 32] = 127.0
-    assert np.array_equal(run(ops, x, weight), halves.view(np.float16).astype(np.float32) * 127)
+    expected = halves.view(np.float16).astype(np.float32)
+    tiled = in_tiles(isa, "q8_b32", 32)
+    expected[tiled] = bf16_round(expected[tiled])
+    assert np.array_equal(run(ops, x, weight), expected * 127)
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_parts_of_different_layouts_and_odd_sizes(isa):
     rng = np.random.default_rng(0)
-    made = [random_packed(rng, layout, n, 64, offset=o) for layout, n, o in
-            [("q4_b32", 17, True), ("f16", 5, False), ("q8_b16", 30, False), ("f32", 16, False), ("q4_b32", 1, False)]]  # fmt: skip
-    matrix, bias = np.concatenate([m for _, m in made]), rng.standard_normal(69).astype(np.float32)
-    quantised = np.repeat([True, False, True, False, True], [17, 5, 30, 16, 1])
+    kinds = [("q4_b32", 17), ("f16", 5), ("q8_b16", 30), ("f32", 16), ("q4_b32", 1), ("bf16", 50)]
+    made = [random_packed(rng, layout, n, 64, offset=part == 0) for part, (layout, n) in enumerate(kinds)]
+    matrix, bias = np.concatenate([m for _, m in made]), rng.standard_normal(119).astype(np.float32)
     ops = CpuOps(8, threads=2, isa=isa)
     weight = ops.pack_linear([p for p, _ in made], bias)
-    assert (weight.k, weight.columns) == (64, 69)
+    assert (weight.k, weight.columns) == (64, 119)
     x = rng.standard_normal((6, 64)).astype(np.float32)
     result = run(ops, x, weight)
-    columns = np.repeat(np.arange(5), [17, 5, 30, 16, 1])
-    for part, layout in ((0, "q4_b32"), (2, "q8_b16"), (4, "q4_b32")):
+    columns = np.repeat(np.arange(6), [17, 5, 30, 16, 1, 50])
+    for part, (packed, _) in enumerate(made):
         here = columns == part
-        close(result[:, here], rounded_activations(x, layout), matrix[here], bias[here])
-    close(result[:, ~quantised], x, matrix[~quantised], bias[~quantised])
+        close(isa, result[:, here], x, packed, matrix[here], bias[here])
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -165,39 +193,39 @@ def test_embedding_is_the_formula_in_float32(isa, layout):
             one_hot[0, j] = 1
             assert np.array_equal(run(ops, one_hot, weight)[0, ids], rows[:, j])
         return
-    block = 96 // packed.scale.shape[1]
-    data = packed.data.astype(np.int32)
-    if layout == "q4_b32":
-        nibbles = data.reshape(70, 3, 16)
-        data = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(70, 96)
-    scale, offset = (np.repeat(a.astype(np.float32), block, axis=1) for a in (packed.scale, packed.offset))
-    assert np.array_equal(rows, (scale * (data - 8).astype(np.float32) + offset)[ids])
+    assert np.array_equal(rows, float32_weights(packed)[ids])
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_broken_activation_breaks_its_own_row_visibly(isa, bad):
+@pytest.mark.parametrize("row", [2, 4])  # generated, prompt
+def test_a_broken_activation_breaks_its_own_row_visibly(isa, bad, row):
     rng = np.random.default_rng(2)
     packed, _ = random_packed(rng, "q4_b32", 20, 96, offset=True)
     ops = CpuOps(8, threads=1, isa=isa)
     weight = ops.pack_linear([packed])
     x = rng.standard_normal((5, 96)).astype(np.float32)
     clean = run(ops, x, weight)
-    x[2, 40] = bad
+    x[row, 40] = bad
     broken = run(ops, x, weight)
-    assert np.isnan(broken[2]).all()
-    assert np.array_equal(np.delete(broken, 2, 0), np.delete(clean, 2, 0))
+    assert np.isnan(broken[row]).all()
+    assert np.array_equal(np.delete(broken, row, 0), np.delete(clean, row, 0))
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_tiny_and_zero_activations(isa):
-    packed, _ = random_packed(np.random.default_rng(3), "q8_b32", 20, 64)
+    """Below the smallest scale of integers a block is zero; bfloat16 reaches as far down as float32, less its subnormal numbers."""
+    packed, matrix = random_packed(np.random.default_rng(3), "q8_b32", 20, 64)
     ops = CpuOps(8, threads=1, isa=isa)
     weight = ops.pack_linear([packed])
     x = np.zeros((3, 64), np.float32)
     x[1] = 1e-40
     x[2] = 1e-31
-    assert not run(ops, x, weight).any()
+    result, tiled = run(ops, x, weight), in_tiles(isa, "q8_b32", 3)
+    assert not result[~tiled].any()
+    expected = bf16_round(x[tiled]) @ bf16_round(matrix).T
+    assert (np.abs(result[tiled] - expected) <= 2e-6 * (x[tiled].astype(np.float64) @ np.abs(matrix).T)).all()
+    assert not run(ops, np.roll(x, 1, axis=0), weight)[2].any()  # 1e-40 of either kind
 
 
 def test_weights_may_be_views_with_any_row_stride():
@@ -216,7 +244,7 @@ def test_weights_may_be_views_with_any_row_stride():
     assert np.array_equal(run(ops, x, ops.pack_linear([backwards])), expected[:, ::-1])
     for other in (spaced, unaligned):
         assert np.array_equal(run(ops, x, ops.pack_linear([other])), expected)
-    close(expected, rounded_activations(x, "q4_b32"), matrix)
+    close(LEVELS[-1], expected, x, packed, matrix)
 
 
 def test_no_rows():

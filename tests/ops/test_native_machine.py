@@ -54,6 +54,7 @@ def test_levels_are_those_of_the_cpu():
     assert ("avx2" in _native.isa_levels()) == ({"avx2", "fma", "f16c"} <= set(flags))
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"} <= set(flags):
         assert "avx512vnni" in _native.isa_levels()
+        assert "amx" not in _native.isa_levels() or {"amx_tile", "amx_bf16"} <= set(flags)
 
 
 @pytest.mark.parametrize("isa", _native.isa_levels())
@@ -66,8 +67,9 @@ def test_the_environment_forces_a_level(isa):
 def test_a_level_this_machine_lacks_is_an_error():
     with pytest.raises(ConfigError, match="choose one of: portable"):
         CpuOps(8, threads=1, isa="sse9")
-    result = python("CpuOps(8, threads=1)", OCTAVO_CPU_ISA="amx")
-    assert result.returncode == 1 and "OCTAVO_CPU_ISA=amx cannot run on this machine" in result.stderr
+    for isa in {*_native.known_isa_levels(), "sse9"} - set(_native.isa_levels()):
+        result = python("CpuOps(8, threads=1)", OCTAVO_CPU_ISA=isa)
+        assert result.returncode == 1 and f"OCTAVO_CPU_ISA={isa} cannot run on this machine" in result.stderr
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

@@ -11,5 +11,5 @@
 #define OCTAVO_KERNEL_TABLE(level_name)                                                                            \
     {                                                                                                              \
         level_name, quantize_rows, linear_quantized, linear_float, rms_norm, silu_mul, attend_splits, attend_merge, \
-            attend_finish, OCTAVO_SAMPLING_TABLE                                                                   \
+            attend_finish, OCTAVO_SAMPLING_TABLE, {}                                                               \
     }

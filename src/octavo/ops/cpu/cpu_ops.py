@@ -36,7 +36,7 @@ class CpuOps:
 
     capacity_rows: rows the arena reserves room for (it grows when a step has more).
     threads: 0 takes what affinity and control groups allow; more than that is cut down to it, unless `oversubscribe`.
-    isa: "portable", "avx2" or "avx512vnni"; None takes OCTAVO_CPU_ISA, else the strongest this machine has.
+    isa: "portable", "avx2", "avx512vnni" or "amx"; None takes OCTAVO_CPU_ISA, else the strongest this machine has, but for "amx".
     Raises ConfigError for a level this machine cannot run, or a negative number of threads.
     """
 
