@@ -73,6 +73,8 @@ class Shape:
 class Outcome:
     requests: int = 0
     choices: int = 0
+    #: Hypotheses of beam searches among them.
+    beams: int = 0
     tokens: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     stats: Counter[str] = field(default_factory=Counter)
@@ -95,12 +97,18 @@ def _draw_job(rng: random.Random, name: str, families: list[list[int]], shape: S
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, None, "a", "b"]),
         tenant=rng.choice([None, "t", "u"]),
-        abort_after=rng.randint(0, shape.answer) if rng.random() < 0.12 else None,
+        # what a search has found when it is aborted need not be the beginning of what it would find
+        abort_after=rng.randint(0, shape.answer) if rng.random() < 0.12 and params.beam_width is None else None,
     )
 
 
 def _draw_params(rng: random.Random, shape: Shape) -> SamplingParams:
     most = rng.choice([1, rng.randint(1, shape.answer), rng.randint(1, shape.answer), shape.answer])
+    if rng.random() < 0.05:
+        width = rng.randint(2, 4)
+        return SamplingParams(
+            beam_width=width, n=rng.randint(1, width), temperature=0.0, max_tokens=min(most, 12), early_stopping=rng.random() < 0.5
+        )
     greedy = rng.random() < 0.3
     some = {
         "logit_bias": {rng.choice(shape.ids): rng.uniform(-5, 5) for _ in range(4)},
@@ -246,6 +254,7 @@ def soak(
             outcome.requests += 1
             for choice in loaded[job.name].outputs:
                 outcome.choices += 1
+                outcome.beams += job.params.beam_width is not None
                 outcome.tokens += len(choice.token_ids)
                 by = "" if choice.stop_reason is None else " string" if isinstance(choice.stop_reason, str) else " id"
                 outcome.reasons[f"{choice.finish_reason}{by}"] += 1

@@ -11,35 +11,8 @@ import random
 import pytest
 
 from octavo.engine.request import Request
-from octavo.sampling_params import SamplingParams
+from tests.engine.beam_oracle import plain_search
 from tests.engine.fake import EOS, Collector, digests, distribution, finish, make_core, request, run
-
-
-def plain_search(prompt: list[int], params: SamplingParams, max_tokens: int, stops: frozenset[int]) -> list[tuple[list[int], float]]:
-    """The n best (tokens, cumulative logprob). Every continuation of every beam is looked at; nothing is kept between steps."""
-    width, running, ended = params.beam_width, [([], 0.0)], []
-
-    def score(one):
-        return one[1] / len(one[0]) ** params.length_penalty
-
-    while True:
-        found = []
-        for tokens, total in running:
-            values = distribution(digests(prompt + tokens, len(prompt))[-1])
-            found += [([*tokens, t], total + v) for t, v in enumerate(values) if t not in stops or len(tokens) >= params.min_tokens]
-        found.sort(key=lambda one: -one[1])
-        over = [len(one[0]) == max_tokens or one[0][-1] in stops for one in found]
-        ended += [one for one, is_over in zip(found[:width], over, strict=False) if is_over]
-        ended = sorted(ended, key=score, reverse=True)[:width]
-        running = [one for one, is_over in zip(found, over, strict=True) if not is_over][:width]
-        if not running:
-            break
-        if len(ended) == width:
-            never = params.early_stopping == "never" and params.length_penalty > 0
-            length = max_tokens if never else len(running[0][0])
-            if params.early_stopping is True or running[0][1] / length**params.length_penalty <= score(ended[-1]):
-                break
-    return ended[: params.n]
 
 
 def beams(name: str, prompt: list[int], width: int = 4, **fields):
@@ -48,7 +21,7 @@ def beams(name: str, prompt: list[int], width: int = 4, **fields):
 
 def check(outputs, orders) -> None:
     for order in orders:
-        expected = plain_search(order.prompt_token_ids, order.sampling_params, order.max_tokens, order.stop_token_ids)
+        expected = plain_search(order, order.max_tokens)
         got = outputs[order.request_id].outputs
         assert [choice.token_ids for choice in got] == [tokens for tokens, _ in expected]
         assert [choice.cumulative_logprob for choice in got] == pytest.approx([total for _, total in expected])

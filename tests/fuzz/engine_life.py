@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.metrics import EngineStats
-from octavo.engine.request import EngineRequest, Request
+from octavo.engine.request import EngineRequest, Request, max_output_tokens
 from octavo.engine.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from octavo.errors import InvalidRequestError
-from octavo.outputs import CompletionDelta
+from octavo.outputs import CompletionDelta, CompletionOutput
+from tests.engine.beam_oracle import plain_search
 from tests.engine.fake import Collector, FakeExecutor, FakeTokenizer, logprob, make_core, prompt_logprob, reference_run, request
 
 MAX_MODEL_LEN = 40
@@ -69,6 +70,9 @@ class Life:
         self.collector = Collector()
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
+        self.num_beams = 0
+        #: What beam searches must find, by request.
+        self._searched: dict[str, list[tuple[list[int], float]]] = {}
         #: Operations that did something, by name.
         self.counts: Counter[str] = Counter()
 
@@ -176,7 +180,8 @@ class Life:
     def totals(self) -> Counter[str]:
         """Counters of the engine, to see what the operations have brought about."""
         stats = self.core.stats
-        return Counter({field.name: getattr(stats, field.name) for field in fields(EngineStats) if field.type == "int"})
+        counters = {field.name: getattr(stats, field.name) for field in fields(EngineStats) if field.type == "int"}
+        return Counter(counters | {"beams": self.num_beams})
 
     # Checks
 
@@ -210,6 +215,9 @@ class Life:
     def _check_answer(self, name: str, index: int) -> None:
         order, output = self.orders[name], self.collector.accumulators[name].output
         choice = output.outputs[index]
+        if order.sampling_params.beam_width is not None:
+            self._check_beam(order, index, choice)
+            return
         token_ids, values = reference_run(order, index, self.executor.info, identity(order), self.kinds)
         expected = with_stops(order, token_ids, self.core.tokenizer)
         last = values[len(order.prompt_token_ids) - 1 :]
@@ -226,6 +234,16 @@ class Life:
             assert found == [prompt_logprob(values[i], token).logprob for i, token in enumerate(prompt[1:])], name
         elif order.sampling_params.prompt_logprobs is not None:
             assert choice.finish_reason in ("abort", "error"), f"{name} lacks its prompt logprobs"
+
+    def _check_beam(self, order: EngineRequest, index: int, choice: CompletionOutput) -> None:
+        if choice.finish_reason not in ("stop", "length"):
+            return  # the best it had so far
+        most = min(order.max_tokens, max_output_tokens(self.executor.info, len(order.prompt_token_ids)))
+        if (found := self._searched.get(order.request_id)) is None:
+            found = self._searched[order.request_id] = plain_search(order, most, identity(order), self.kinds)
+        expected = with_stops(order, found[index][0], self.core.tokenizer)
+        assert (choice.token_ids, choice.text, choice.finish_reason) == expected, f"{order.request_id}: beam {index}"
+        self.num_beams += 1
 
     def _check_nothing_left(self) -> None:
         core, scheduler, stats = self.core, self.core.scheduler, self.core.stats

@@ -32,7 +32,7 @@ from tests.fuzz.engine_life import Life  # noqa: E402
 #: What a long run must have brought about, or it has tested less than it says.
 MUST_HAPPEN = (
     "preemptions", "forks", "prefix_hit_tokens", "prefix_waits", "blocks_copied", "blocks_evicted", "tokens_recomputed",
-    "requests_promoted", "requests_refused", "requests_aborted", "requests_failed",
+    "requests_promoted", "requests_refused", "requests_aborted", "requests_failed", "beams",
 )  # fmt: skip
 OPERATIONS = ("add", "refuse", "step", "abort", "abort in flight", "preempt", "reset", "fail", "interrupt")
 #: Seconds spent on making a failure smaller.
@@ -85,7 +85,11 @@ def draw_request(rng: random.Random) -> dict[str, Any]:
         "adapter": rng.choice([None, None, None, "s"]),
         "tenant": rng.choice([None, "t", "u"]),
     }
-    if rng.random() < 0.1:
+    if rng.random() < 0.08:
+        width = rng.randint(1, 4)
+        wanted |= {"beam_width": width, "n": rng.randint(1, width), "max_tokens": min(most, 8), "early_stopping": rng.random() < 0.5}
+        wanted |= {"min_tokens": min(wanted["min_tokens"], 2), "temperature": 0.0, "logprobs": None, "stop": ()}
+    elif rng.random() < 0.1:
         wanted |= {"prompt_logprobs": 0, "max_tokens": rng.choice([0, most])}
         wanted["min_tokens"] = min(wanted["min_tokens"], wanted["max_tokens"])
     return wanted
