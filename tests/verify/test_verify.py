@@ -85,6 +85,7 @@ def test_counters_prove_that_it_happened(clean):
     assert forked["forks"] == 8 and forked["blocks copied"] == 6 and forked["blocks shared"] > 8
     assert row(clean, "replayed").counters["steps replayed"] > 0
     assert row(clean, "beams").counters["forks of beams"] > 2 * 3 * 6 and row(clean, "beams").positions > 2 * 3 * 6
+    assert row(clean, "beams").counters["rows of forked beams"] > 2 * 3 * 5
     assert row(clean, "streamed").counters["withheld and released"] > 0
     assert row(clean, "reference").largest_difference > 0 and not row(clean, "reference").bitwise
 
@@ -134,6 +135,7 @@ def test_faults_stay_where_they_belong(planted):
 def test_beams_that_write_into_a_shared_block_are_caught(planted):
     beams = row(planted("shared-tail"), "beams")
     assert beams.status == "failed" and "logits differ" in beams.why and not planted("shared-tail").holds
+    assert beams.positions and beams.largest_difference > 0
 
 
 def test_certificates_of_two_runs_have_one_digest(tiny, clean):

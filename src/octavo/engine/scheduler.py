@@ -253,7 +253,9 @@ class Scheduler:
         places = min(self.plan.decode_places, self.plan.budget)
         self._beam_blocked = False
         turns = [*islice(self.decoding.values(), places), *islice(self.continuing.values(), places)]
-        for request in sorted(turns, key=lambda r: r.last_step)[:places]:
+        for request in sorted(turns, key=lambda r: r.last_step):
+            if min(self.plan.decode_places, self.plan.budget) < 1:
+                break  # a beam that finds no blocks takes no place
             if request.request_id in self.continuing:
                 self._continue(request)
                 continue

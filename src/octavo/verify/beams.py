@@ -26,21 +26,21 @@ WIDTH = 3
 MOST_TOKENS = 8
 #: The shortest ones: each beam of each step is a pass over its prefix in the search they are compared with.
 MOST_CASES = 2
-#: Beams and positions in a worker's ids and steps.
-Rows = dict[tuple[str, int], FloatArray]
+#: By what a beam has generated, and the position of the row: under whatever id it was computed, it is the same beam.
+Rows = dict[tuple[tuple[int, ...], int], FloatArray]
 
 
 class Beams:
     name = "beams"
     about = f"beam search with {WIDTH} beams that share blocks, against a search that computes each beam from its whole prefix"
-    required: ClassVar[tuple[str, ...]] = ("forks of beams", "blocks shared")
+    required: ClassVar[tuple[str, ...]] = ("forks of beams", "blocks shared", "rows of forked beams")
     hits_allowed = False
 
     def not_applicable(self, session: Session) -> str | None:
         return None
 
     def run(self, session: Session, watch: Any) -> dict[str, int | float]:
-        counters: dict[str, int | float] = {"forks of beams": 0, "blocks shared": 0, "blocks copied": 0}
+        counters: dict[str, int | float] = dict.fromkeys(("forks of beams", "blocks shared", "blocks copied", "rows of forked beams"), 0)
         for case in sorted(session.cases, key=lambda one: one.num_prompt_tokens)[:MOST_CASES]:
             kept = _Keep()
             with EngineRun(session, kept) as engine:
@@ -52,7 +52,7 @@ class Beams:
                 counters["blocks copied"] += stats.blocks_copied
             recomputed = _Keep()
             expected = _recomputed(session, request, recomputed)
-            _compare(case, kept.rows, recomputed.rows, watch)
+            counters["rows of forked beams"] += _compare(case, kept.rows, recomputed.rows, watch)
             if _tolerance_of(watch) is None and [d.token_ids for d in found] != [d.token_ids for d in expected]:
                 raise OctavoError(f"prompt {case.number}: the beams that were returned differ")
         return counters
@@ -68,14 +68,15 @@ class _Keep:
 
     def __init__(self) -> None:
         self.rows: Rows = {}
-        self.names: dict[str, int] = {}
+        #: What each beam that the worker knows has generated.
+        self._paths: dict[str, tuple[int, ...]] = {}
 
     def logits(self, request_id: str, position: int, rows: FloatArray) -> None:
         if "#" in request_id:
-            self.rows[request_id, position + len(rows) - 1] = rows[-1].copy()
+            self.rows[self._paths[request_id], position + len(rows) - 1] = rows[-1].copy()
 
     def tap(self, output: SchedulerOutput) -> None:
-        return None
+        self._paths |= {new.request_id: tuple(new.output_token_ids) for new in output.new_requests}
 
 
 def _searched(engine: EngineRun, request: EngineRequest) -> list[CompletionDelta]:
@@ -122,21 +123,25 @@ def _tolerance_of(watch: Any) -> float | None:
     return getattr(watch, "tolerance", None)
 
 
-def _compare(case: Case, found: Rows, expected: Rows, watch: Any) -> None:
-    """Adds to the watch's counts. Raises OctavoError where a beam's logits differ by more than is promised."""
+def _compare(case: Case, found: Rows, expected: Rows, watch: Any) -> int:
+    """Adds to the watch's counts, and returns how many rows of beams that had forked it compared. Raises OctavoError where a beam's
+    logits differ by more than is promised.
+
+    With a tolerance another rounding may choose other beams: then those are compared that both searches have computed.
+    """
     tolerance = _tolerance_of(watch)
-    if tolerance is None and found.keys() != expected.keys():
-        raise OctavoError(f"prompt {case.number}: other beams were computed")
-    for key in sorted(found.keys() & expected.keys(), key=lambda one: (one[1], one[0])):
-        row, wanted = found[key], expected[key]
-        if tolerance is not None and key[1] >= case.num_prompt_tokens:
-            break  # another rounding may choose other beams: what follows is not comparable
+    forked = 0
+    for path, position in sorted(found.keys() & expected.keys(), key=lambda one: (one[1], one[0])):
+        row, wanted = found[path, position], expected[path, position]
         difference = 0.0 if (row.view(np.uint32) == wanted.view(np.uint32)).all() else float(np.abs(row - wanted).max())
         watch.positions += 1
+        forked += bool(path)
         watch.logits_compared += row.size
         watch.largest_difference = max(watch.largest_difference, difference)
         watch.bitwise = watch.bitwise and difference == 0
         if difference > (tolerance or 0.0) * float(np.abs(wanted).max()):
-            raise OctavoError(
-                f"prompt {case.number}, beam {key[0].partition('#')[2]}, position {key[1]}: logits differ by {difference:.3g}"
-            )
+            after = f"after {list(path)}" if path else "before any fork"
+            raise OctavoError(f"prompt {case.number}, the beam {after}, position {position}: logits differ by {difference:.3g}")
+    if tolerance is None and found.keys() != expected.keys():
+        raise OctavoError(f"prompt {case.number}: other beams were computed")
+    return forked

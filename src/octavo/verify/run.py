@@ -153,11 +153,13 @@ def _run_row(session: Session, row: Row) -> RowReport:
         report.counters = {name: _rounded(value) for name, value in row.run(session, comparison).items()}
     except OctavoError as error:
         report.status, report.why = "failed", str(error)
-        return report
     report.positions, report.logits = comparison.positions, comparison.logits_compared
     report.tokens, report.texts = comparison.tokens_compared, comparison.texts_compared
     report.largest_difference = _finite(comparison.largest_difference)
     report.bitwise = comparison.bitwise and not comparison.differences
+    report.seconds = round(perf_counter() - begun, 3)
+    if report.status == "failed":
+        return report
     if comparison.parted:
         report.counters["choices parted"] = comparison.parted
     idle = [name for name in row.required if not report.counters.get(name)]
