@@ -185,9 +185,10 @@ def test_int8_kv(load, alone, pool):  # E20
     work = mixed_requests(4, shared_prefix=40) + mixed_requests(2, shared_prefix=20, n=2)
     engine = load(num_kv_blocks=pool, kv_dtype="int8")
     engine.run(work[:1])  # its blocks are there to be found
-    outputs = engine.run(work, preempt_all=pool == SMALL_POOL)
     expected = alone(work, kv_dtype="int8")
-    assert all_exact(outputs) == expected
+    assert all_exact(engine.run(work)) == expected
+    if pool == SMALL_POOL:  # parents that hold blocks give way first, so that there are no forks here
+        assert all_exact(engine.run(work, preempt_all=True)) == expected
     assert expected != alone(work[:1]) + expected[1:]  # not the bits of bfloat16
     assert engine.core.stats.prefix_hit_tokens > 0 and engine.core.stats.forks > 0
     assert (engine.core.stats.preemptions > 0) == (pool == SMALL_POOL)
