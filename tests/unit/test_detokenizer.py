@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.detokenizer import IncrementalDetokenizer
+from octavo.engine.detokenizer import IncrementalDetokenizer, _split
 from octavo.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer_oracles import NASTY, TEXT, load
 
@@ -52,6 +52,18 @@ def test_pieces_join_to_the_whole_for_any_ids(tokenizers_by_name, name, skip, pr
     decoded = tokenizer.decode(ids, skip)
     joined = "".join(stream(tokenizer, [], ids, skip))
     assert decoded.startswith(joined) and set(decoded[len(joined) :]) <= {"\ufffd"} and len(decoded) - len(joined) <= 1
+
+
+def test_only_what_more_bytes_could_complete_is_withheld():
+    """Every beginning of up to three bytes. Python's own decoder also keeps halves of surrogates, ED A0 to ED BF."""
+    characters = {chr(code).encode() for code in range(0x110000) if not 0xD800 <= code < 0xE000}
+    beginnings = {character[:size] for character in characters for size in range(1, len(character))}
+    for data in [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]:
+        text, rest = _split(data)
+        assert not rest or (rest in beginnings and data.endswith(rest))
+        assert text + rest.decode("utf-8", "replace") == data.decode("utf-8", "replace") or rest
+        assert data not in beginnings or rest == data
+    assert _split(b"\xed\xa0") == ("\ufffd\ufffd", b"") and _split(b"a\xed\x9f") == ("a", b"\xed\x9f")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -77,4 +77,7 @@ class IncrementalDetokenizer:
 def _split(data: bytes) -> tuple[str, bytes]:
     """Decoded text, and the bytes of a last character that more bytes could complete."""
     text, used = codecs.utf_8_decode(data, "replace", False)
-    return text, data[used:]
+    rest = data[used:]
+    if rest[:1] == b"\xed" and rest[1:2] >= b"\xa0":  # half a surrogate: Python waits for its end, but no end makes it a character
+        return text + rest.decode("utf-8", "replace"), b""
+    return text, rest
