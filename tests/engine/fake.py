@@ -333,12 +333,26 @@ class Collector:
         return self.outputs[request_id].outputs[choice].token_ids
 
 
-def run(core: EngineCore, orders: Sequence[EngineRequest], most_steps: int = 5000) -> dict[str, RequestOutput]:
-    """Add all, step to the end with the invariants checked after each step, and see that nothing is left behind."""
+def letters(length: int, start: int = 5) -> list[int]:
+    """A prompt of ordinary tokens; another `start`, another prompt."""
+    return [5 + (start * 3 + i * 7) % 25 for i in range(length)]
+
+
+def begin(core: EngineCore, orders: Sequence[EngineRequest], steps: int = 0) -> Collector:
+    """Add all and take so many steps, with the invariants checked after each."""
     collector = Collector()
     for order in orders:
         collector.expect(order)
         core.add_request(order)
+    for _ in range(steps):
+        collector.add(core.step())
+        core.check_invariants()
+    return collector
+
+
+def run(core: EngineCore, orders: Sequence[EngineRequest], most_steps: int = 5000) -> dict[str, RequestOutput]:
+    """Add all, step to the end with the invariants checked after each step, and see that nothing is left behind."""
+    collector = begin(core, orders)
     finish(core, collector, most_steps)
     return collector.outputs
 

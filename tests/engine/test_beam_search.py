@@ -12,7 +12,7 @@ import pytest
 
 from octavo.engine.request import Request
 from tests.engine.beam_oracle import plain_search
-from tests.engine.fake import EOS, Collector, digests, distribution, finish, make_core, request, run
+from tests.engine.fake import EOS, Collector, begin, digests, distribution, finish, make_core, request, run
 
 
 def beams(name: str, prompt: list[int], width: int = 4, **fields):
@@ -170,12 +170,7 @@ def test_eight_choices_cost_one_prompt_and_their_tails():
 def test_an_abort_in_the_middle_leaves_nothing_behind(steps, settings):
     core = make_core(**settings)
     orders = [beams("a", [5] * 9, 4, eos=False), beams("b", [6] * 5, 3, eos=False)]
-    collector = Collector()
-    for order in orders:
-        collector.expect(order)
-        core.add_request(order)
-    for _ in range(steps):
-        collector.add(core.step())
+    collector = begin(core, orders, steps)
     collector.add(core.abort(["a"]))
     core.check_invariants()
     assert [choice.finish_reason for choice in collector.outputs["a"].outputs] == ["abort"] * 4

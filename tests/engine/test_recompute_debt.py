@@ -11,11 +11,7 @@ from octavo.engine.kv_cache_manager import KVCacheManager, Terms
 from octavo.engine.metrics import EngineStats
 from octavo.engine.recompute_debt import RecomputeDebt
 from octavo.engine.request import Request
-from tests.engine.fake import check_against_reference, make_core, request, run
-
-
-def letters(length: int, start: int = 5) -> list[int]:
-    return [5 + (start * 3 + i * 7) % 25 for i in range(length)]
+from tests.engine.fake import check_against_reference, letters, make_core, request, run
 
 
 def debtor(name: str, lost: int, found: int = 0) -> Request:

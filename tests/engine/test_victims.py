@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from tests.engine.fake import Collector, check_against_reference, finish, make_core, request
-
-
-def letters(length: int, start: int = 5) -> list[int]:
-    return [5 + (start * 3 + i * 7) % 25 for i in range(length)]
-
-
-def begin(core, orders, steps: int) -> Collector:
-    collector = Collector()
-    for order in orders:
-        collector.expect(order)
-        core.add_request(order)
-    for _ in range(steps):
-        collector.add(core.step())
-        core.check_invariants()
-    return collector
+from tests.engine.fake import begin, check_against_reference, finish, letters, make_core, request
 
 
 def preempted(core) -> list[str]:

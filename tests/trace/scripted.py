@@ -49,3 +49,16 @@ class Script:
 
 def admission(name: str, arrival: float, prompt: int, found: int = 0, *, added: float | None = None, resumed: bool = False) -> Admission:
     return Admission(name, None, arrival, arrival if added is None else added, prompt, found, resumed)
+
+
+def pushed_out(**options: float) -> Script:
+    """`a` loses its blocks to `b` in the middle of its answer, and computes again what it had."""
+    script = Script(**options)
+    script.step(("a", 0, 4, P, "new"), admitted=[admission("a", 100.0, 4)])
+    script.step(("a", 4, 1, G, "decode"), ("b", 0, 4, P, "new"), admitted=[admission("b", script.now, 4)])
+    script.step(("b", 4, 1, G, "decode"), preempted=["a"])
+    script.step(("b", 5, 1, G, "decode"), ends=[("b", 3)], dropped=["a"])
+    script.step(("a", 0, 4, P, "resumed"), admitted=[admission("a", 100.0, 4, resumed=True)], dropped=["b"])
+    script.step(("a", 4, 2, G, "resumed"))
+    script.step(("a", 6, 1, G, "decode"), ends=[("a", 4)])
+    return script

@@ -9,7 +9,7 @@ from octavo.trace import explain
 from octavo.trace.record import seconds
 from octavo.trace.report import as_object, lines, percentages
 from octavo.trace.row_model import fit
-from tests.trace.scripted import FIXED, GENERATED, PROMPT, G, P, Script, admission
+from tests.trace.scripted import FIXED, GENERATED, PROMPT, G, P, Script, admission, pushed_out
 
 #: A step takes this much longer than its forward pass.
 WHOLE = 1.25
@@ -71,14 +71,7 @@ def test_claims_are_what_the_change_would_have_cost():
 
 
 def test_preemption_is_waiting_and_computing_again():
-    script = Script()
-    script.step(("a", 0, 4, P, "new"), admitted=[admission("a", 100.0, 4)])
-    script.step(("a", 4, 1, G, "decode"), ("b", 0, 4, P, "new"), admitted=[admission("b", script.now, 4)])
-    script.step(("b", 4, 1, G, "decode"), preempted=["a"])
-    script.step(("b", 5, 1, G, "decode"), ends=[("b", 3)], dropped=["a"])
-    script.step(("a", 0, 4, P, "resumed"), admitted=[admission("a", 100.0, 4, resumed=True)], dropped=["b"])
-    script.step(("a", 4, 2, G, "resumed"))
-    script.step(("a", 6, 1, G, "decode"), ends=[("a", 4)])
+    script = pushed_out()
     found = explain(script.trace(), "a")
     one = FIXED + GENERATED
     # two steps of b's, and the time behind each of them

@@ -19,7 +19,7 @@ from octavo.trace.perfetto import chrome_trace
 from octavo.trace.record import Settings, Trace, decode
 from octavo.trace.report import as_object, lines
 from tests.engine.fake import FakeExecutor, make_core, request, run
-from tests.trace.scripted import FIXED, GENERATED, G, P, Script, admission
+from tests.trace.scripted import FIXED, GENERATED, G, P, Script, admission, pushed_out
 
 WHOLE = 1.25
 
@@ -121,14 +121,7 @@ def test_the_larger_pool_is_priced_against_the_same_model():
     from octavo.trace.explain import find
     from octavo.trace.row_model import RowModel
 
-    script = Script(gap=0.0)
-    script.step(("a", 0, 4, P, "new"), admitted=[admission("a", 100.0, 4)])
-    script.step(("a", 4, 1, G, "decode"), ("b", 0, 4, P, "new"), admitted=[admission("b", script.now, 4)])
-    script.step(("b", 4, 1, G, "decode"), preempted=["a"])
-    script.step(("b", 5, 1, G, "decode"), ends=[("b", 3)], dropped=["a"])
-    script.step(("a", 0, 4, P, "resumed"), admitted=[admission("a", 100.0, 4, resumed=True)], dropped=["b"])
-    script.step(("a", 4, 2, G, "resumed"))
-    script.step(("a", 6, 1, G, "decode"), ends=[("a", 4)])
+    script = pushed_out(gap=0.0)
     case = find(script.trace(), "a")
     truth = saved_without_preemption(case)
     case.model = RowModel(tuple(1.2 * value for value in case.model.coefficients), case.model.shapes)
